@@ -136,8 +136,8 @@ def _group(ranks: int | None) -> str:
         return "not measured (--ranks N starts N ranks and measures it)"
     if ranks == 1:
         return "one rank, nothing to measure"
-    reduction, gather = launch(measure, ranks)[0]
-    sizes = ", ".join(f"{bucket_elements(reduction, count, 4):,} of {count:,}" for count in _MODEL_SIZES)
+    reduction, gather, apart = launch(measure, ranks)[0]
+    sizes = ", ".join(f"{bucket_elements(reduction, count, 4, apart=apart):,} of {count:,}" for count in _MODEL_SIZES)
     return (
         f"{ranks} ranks, reductions take {reduction}, gathers take {gather}; in fp32 reduce_bucket_size auto is "
         f"{sizes} elements, stage3_prefetch_bucket_size auto is {prefetch_elements(gather, 4):,}"
@@ -147,12 +147,13 @@ def _group(ranks: int | None) -> str:
 _MODEL_SIZES = (100_000_000, 1_000_000_000)
 
 
-def measure() -> tuple[GroupSpeed, GroupSpeed]:
-    """On a rank: how fast reductions and gathers of fp32 are."""
+def measure() -> tuple[GroupSpeed, GroupSpeed, bool]:
+    """On a rank: how fast reductions and gathers of fp32 are, and whether other processors send than compute."""
     made = mesh.build(owned=True)
     collectives = Collectives(made, BufferPool(made.platform), direct=made.backend != "nccl")
     try:
-        return measure_reduction(collectives, torch.float32), measure_gathers(collectives, torch.float32)
+        speeds = measure_reduction(collectives, torch.float32), measure_gathers(collectives, torch.float32)
+        return *speeds, made.platform.is_apart
     finally:
         made.destroy()
 

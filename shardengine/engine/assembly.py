@@ -199,7 +199,8 @@ def _choose_sizes(config: Config, stage: stages.Stage, found: Partition, collect
         wire = rules_of(config, stage, 1).wire or getattr(torch, most)
         collectives.prepare([wire])
         reduction = measure_reduction(collectives, wire)
-        bucket = bucket_elements(reduction, sum(spec.numel for spec in trained), wire.itemsize)
+        count, apart = sum(spec.numel for spec in trained), collectives.mesh.platform.is_apart
+        bucket = bucket_elements(reduction, count, wire.itemsize, apart=apart)
     if collectives.mesh.ranks > 1 and gathers:
         most = Counter(spec.dtype for spec in found.specs).most_common(1)[0][0]
         gather = measure_gathers(collectives, getattr(torch, most))

@@ -16,6 +16,8 @@ from shardengine.errors import InternalError
 
 HOST_S = 1e-4
 """What a bucket costs in Python around its collectives and kernels, as measured (docs/limits.md, "Host time")."""
+HIDDEN_BY_CPU = 0.125
+"""Part of a reduction's time that computation hides where the same processors do both (benchmarks/ddp.py, overlap)."""
 LEAST_ELEMENTS, MOST_ELEMENTS = 262_144, 50_000_000
 """Of a bucket. Three are under way at once, so that the largest take 3·(2·g + 8/N)·50e6 bytes (docs/limits.md)."""
 ALONE = 12_500_000
@@ -57,14 +59,14 @@ class BucketSizes:
         ]
 
 
-def bucket_elements(speed: GroupSpeed, elements: int, itemsize: int) -> int:
+def bucket_elements(speed: GroupSpeed, elements: int, itemsize: int, *, apart: bool = True) -> int:
     """The size of buckets that cost least of ``elements`` whose gradients are sent in ``itemsize`` bytes each.
 
-    n = S / B buckets cost n latencies, and the last of them β·B that no computation hides: the sum is smallest at
-    B = √(S·α/β).
+    n = S / B buckets cost n latencies. Of what is sent computation hides the part f, but not of the last bucket, whose
+    f·β·B are lost: the sum is smallest at B = √(S·α/(f·β)). apart: other processors send than compute, and hide all.
     """
-    latency = speed.latency_s + HOST_S
-    best = math.sqrt(elements * itemsize * latency / speed.s_per_byte) / itemsize
+    latency, hidden = speed.latency_s + HOST_S, 1.0 if apart else HIDDEN_BY_CPU
+    best = math.sqrt(elements * itemsize * latency / (hidden * speed.s_per_byte)) / itemsize
     return _rounded(min(max(best, LEAST_ELEMENTS), MOST_ELEMENTS, max(elements, LEAST_ELEMENTS)))
 
 

@@ -10,7 +10,7 @@ from shardengine.comm import GroupSpeed
 from shardengine.config import load_config
 from shardengine.errors import InternalError
 from shardengine.planner import BucketSizes, bucket_elements, prefetch_elements, settled
-from shardengine.planner.bucket_sizes import HOST_S, LEAST_ELEMENTS, MOST_ELEMENTS
+from shardengine.planner.bucket_sizes import HIDDEN_BY_CPU, HOST_S, LEAST_ELEMENTS, MOST_ELEMENTS
 
 BATCH = {"train_micro_batch_size_per_gpu": 2}
 GLOO, NCCL = GroupSpeed(4e-4, 5e-10), GroupSpeed(3e-5, 1 / 50e9)
@@ -18,13 +18,15 @@ GLOO, NCCL = GroupSpeed(4e-4, 5e-10), GroupSpeed(3e-5, 1 / 50e9)
 
 @pytest.mark.parametrize("speed", [GLOO, NCCL])
 @pytest.mark.parametrize("elements", [10**7, 63 * 10**6, 8 * 10**9])
-def test_no_other_size_costs_less(speed: GroupSpeed, elements: int) -> None:
+@pytest.mark.parametrize("apart", [True, False])
+def test_no_other_size_costs_less(speed: GroupSpeed, elements: int, apart: bool) -> None:
     size, most = 4 * elements, min(MOST_ELEMENTS, elements)
 
     def cost(bucket: int) -> float:
-        return size / (4 * bucket) * (speed.latency_s + HOST_S) + speed.s_per_byte * 4 * bucket
+        return size / (4 * bucket) * (speed.latency_s + HOST_S) + hidden * speed.s_per_byte * 4 * bucket
 
-    found = bucket_elements(speed, elements, 4)
+    hidden = 1 if apart else HIDDEN_BY_CPU
+    found = bucket_elements(speed, elements, 4, apart=apart)
     others = [LEAST_ELEMENTS * 2**power for power in range(20) if LEAST_ELEMENTS * 2**power <= most]
     assert found <= most + 65_536 and all(cost(found) <= cost(other) * 1.01 for other in others)
 
