@@ -191,7 +191,8 @@ def _check_hook_params(hook: CommHookConfig, reader: Reader) -> None:
         if not table:
             wrong(name, f"{hook.name} has no params; leave it out")
         else:
-            wrong(name, f"{hook.name} has no such one; did you mean {nearest(name, table)!r}?")
+            meant = "rank" if name.endswith("rank") and "rank" in table else nearest(name, table)
+            wrong(name, f"{hook.name} has no such one; did you mean {meant!r}?")
 
     check_table(table, hook.params, wrong, unknown)
 

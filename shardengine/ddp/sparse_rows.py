@@ -106,4 +106,5 @@ def _unpack(message: Tensor, rows: Tensor) -> None:
     rows.zero_()
     if message.numel():
         names, values = message.view(-1, _width(rows)).tensor_split([_NUMBER.itemsize], dim=1)
-        rows.index_copy_(0, names.contiguous().view(_NUMBER).view(-1).long(), values.contiguous().view(rows.dtype))
+        named = names.clone(memory_format=torch.contiguous_format).view(_NUMBER)  # one row is contiguous anywhere
+        rows.index_copy_(0, named.view(-1).long(), values.clone(memory_format=torch.contiguous_format).view(rows.dtype))

@@ -102,6 +102,7 @@ def _look(
         partition.check_values(model, config.ignored_parameters)
     if dist.is_initialized():
         partition.check_sync_batch_norm(model, trial.device, mesh.ranks, dist.get_world_size)
+    partition.check_max_norm(model, mesh.ranks)
     found = partition.analyse(
         model,
         units,

@@ -25,14 +25,15 @@ def _check(core: Core, hook: Any, state: Any) -> None:
     if not callable(hook):
         order = ": the state comes first" if callable(state) else ""
         raise UsageError(f"{where}: expected hook as a function of (state, bucket), got {type(hook).__name__}{order}")
-    if core.reducer.hook is not None:
+    registered = isinstance(core.reducer.hook, comm_hooks.WholeGradients)
+    if core.reducer.hook is not None and not registered:
         raise UsageError(f"{where}: expected no other hook, got one beside {core.reducer.hook.name}")
     if core.mesh.replicas > 1:
         raise UsageError(
             f"{where}: expected one shard group, got {core.mesh.replicas}: the hook brings the mean over all ranks, "
             "and here they are added up inside of the groups first; take a comm_hook of the config, or no shard groups"
         )
-    if core.reducer.rules.divisor != core.mesh.ranks:
+    if core.reducer.rules.divisor != core.mesh.ranks and not registered:
         raise UsageError(
             f"{where}: expected gradients that are divided by the number of ranks, {core.mesh.ranks}, got a divisor of "
             f"{core.reducer.rules.divisor:g}: the hook brings a mean, which is not divided any more; let it divide by "

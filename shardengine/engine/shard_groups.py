@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+
 from shardengine import stages
 from shardengine.comm import Collectives, Mesh, compare
 from shardengine.config import STEPPING_APART, Config
 from shardengine.errors import ConfigError
 
+_log = logging.getLogger(__name__)
 _AT_ONCE = {"power_sgd": "it brings the sum of all ranks at once", "noop": "it leaves every rank its own gradient"}
 
 
@@ -52,6 +55,10 @@ def in_shard_groups(config: Config, mesh: Mesh, start: Collectives) -> Mesh:
             f"comm_hook.name: expected one shard group of all ranks beside {hook}, got groups of {size}: "
             f"{_AT_ONCE[hook]}, and here gradients are added up inside of the groups first; take int8 or int4, or "
             "leave out shard_group_size and zero_hpz_partition_size"
+        )
+    if config.comm_hook.name in STEPPING_APART and size == mesh.ranks > 1 and mesh.rank == 0:
+        _log.warning(
+            "comm_hook %s does nothing here: all %d ranks are one shard group", config.comm_hook.name, mesh.ranks
         )
     topic = "number of ranks in a shard group (mesh=, shard_group_size, zero_hpz_partition_size)"
     compare(start, {topic: [str(size)]})

@@ -868,8 +868,8 @@ _GONE = (
     "give a scheduler to initialize as lr_scheduler"
 )
 _JOINED = (
-    'inside engine.join() ranks that have run out of data would not change theirs; expected "gradient_clipping" in '
-    "the config, or a hook before the optimizer's step"
+    'inside engine.join() ranks that have run out of data would not change theirs; expected "gradient_clipping" or '
+    '"gradient_clipping_value" in the config, or a hook before the step'
 )
 _APART = (
     'shard groups step apart, each with its own gradient: expected "gradient_clipping" in the config, '

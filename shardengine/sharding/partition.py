@@ -409,6 +409,19 @@ def check_dense(model: nn.Module, found: Partition, stage: str) -> None:
             )
 
 
+def check_max_norm(model: nn.Module, ranks: int) -> None:
+    """``UsageError`` for an embedding that writes its weight in forward, on each of ``ranks`` other rows."""
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or module.max_norm is None or ranks == 1:
+            continue
+        if module.weight.requires_grad:
+            raise UsageError(
+                f"module {name!r} has max_norm={module.max_norm:g}: its forward shortens the rows that a rank looks "
+                f"up, which are others on each of the {ranks} ranks, so that weights would differ; set max_norm=None, "
+                "and shorten rows between steps inside `with engine.full_params(writable=True):`"
+            )
+
+
 def check_sync_batch_norm(model: nn.Module, device: torch.device, ranks: int, served: Callable[[Any], int]) -> None:
     """``UsageError`` for a SyncBatchNorm that would not take the statistics of all ``ranks``, where there is a process
     group. device: where the model will be · served: ranks of one, None: of the default one."""

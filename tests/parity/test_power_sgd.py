@@ -461,6 +461,7 @@ def test_shard_groups_are_refused(pools: Pools, stage: str, params: dict[str, An
 @pytest.mark.parametrize(("params", "text"), [
     ({"rank": 0}, "comm_hook.params.rank"),
     ({"start": 3}, "did you mean 'start_step'?"),
+    ({"matrix_approximation_rank": 2}, "did you mean 'rank'?"),
     ({"min_compression_rate": 0.5}, "comm_hook.params.min_compression_rate"),
 ])  # fmt: skip
 def test_params_are_checked(params: dict[str, Any], text: str) -> None:

@@ -444,3 +444,45 @@ def test_the_key_is_for_stage_0_without_a_hook() -> None:
     ):
         with pytest.raises(ConfigError, match=text):
             load_config({**base, **more})
+
+
+class Words(nn.Module):
+    """Of an odd width."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.words = nn.Embedding(2000, 33, sparse=True, **options)
+        self.head = nn.Linear(33, 2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.words(ids)).square().mean()
+
+
+def one_word_each(low: str) -> list[bool]:
+    """One row of a rank is a message, whose elements lie at no multiple of 4 bytes."""
+    torch.manual_seed(3)
+    config: dict[str, Any] = cases.config_of("0") | {low: {"enabled": True}}
+    engine = cases.make_engine(Words(), config, "SGD")
+    before = engine.module.get_parameter("words.weight").detach().clone()
+    engine.backward(engine(torch.tensor([7 + engine.rank])))
+    engine.step()
+    moved = (engine.module.get_parameter("words.weight") != before).any(dim=1)
+    engine.close()
+    return [bool(moved[7]), bool(moved[8])]
+
+
+@pytest.mark.parametrize("low", ["bf16"])
+def test_one_row_of_odd_width_in_16_bits(pools: Pools, low: str) -> None:
+    assert pools(2).run(one_word_each, low) == [[True, True]] * 2
+
+
+def with_max_norm() -> str:
+    try:
+        cases.make_engine(Words(max_norm=1.0), cases.config_of("0"), "SGD")
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_an_embedding_that_writes_its_weight_in_forward_is_refused(pools: Pools) -> None:
+    assert all("'words' has max_norm=1" in said for said in pools(2).run(with_max_norm))
