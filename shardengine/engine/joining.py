@@ -97,7 +97,7 @@ def _serve_until_all_have_run_dry(optimizer: ShardedOptimizer, loop: Loop) -> No
     over = False
     while not over:
         before, norm = state.window.completed, optimizer.norm
-        core.reducer.note_scale(optimizer.loss_scale)
+        loop.core().reducer.note_scale(optimizer.loss_scale)
         _serve_window(loop)
         heard = join.heard
         if heard is None or not heard.active:
