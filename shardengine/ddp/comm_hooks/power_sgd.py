@@ -6,11 +6,11 @@ Must not know: how sums over ranks are made, where the result rests.
 
 [Note: Low rank] Of a parameter's gradient, a matrix M of n rows and m columns on each rank, the ranks' sum is
 approximated by P Qᵀ with r columns each. P is the ranks' sum of M Q, with the Q of the step before, and made
-orthonormal; the new Q is the ranks' sum of Mᵀ P. So P and Q travel, (n + m)·r numbers, once to be summed and once to be known to all. That is one iteration of the power
-method; the next step goes on with its Q (``warm_start``), or each begins with random numbers, drawn for the parameter
-and the step. With error feedback each rank keeps what its share of the result lacks, M - P Qᵀ / ranks, and adds it to
-its next gradient of that parameter. What has one dimension, or would not become smaller by the factor that is asked
-for, is summed as it is.
+orthonormal; the new Q is the ranks' sum of Mᵀ P. So P and Q travel, (n + m)·r numbers, once to be summed and once to be
+known to all. That is one iteration of the power method; the next step goes on with its Q (``warm_start``), or each
+begins with random numbers, drawn for the parameter and the step. With error feedback each rank keeps what its share of
+the result lacks, M - P Qᵀ / ranks, and adds it to its next gradient of that parameter. What has one dimension, or would
+not become smaller by the factor that is asked for, is summed as it is.
 
 A parameter is approximated on its own and lies in one bucket, so the bits do not depend on buckets and stages. P is
 made orthonormal on every rank, from the same numbers; ranks on different kinds of machines may round that differently.
