@@ -583,9 +583,15 @@ class Reducer:
         return Messages(self.hook, *((None,) if state is None else (state.bucket.layout.index, self._used(state))))
 
     def _used(self, state: GradientBucket) -> list[tuple[int, int]]:
-        """Where ``partial`` has gradients of this rank."""
-        start, filled = state.bucket.layout.start, state.partial.filled
-        return [(p.start - start, p.end - start) for p in state.pieces.values() if p.parameter in filled]
+        """Where ``partial`` has gradients of this rank: intervals with the padding between parameters."""
+        start, found, goes_on = state.bucket.layout.start, list[tuple[int, int]](), False
+        for piece in state.pieces.values():
+            used = piece.parameter in state.partial.filled
+            if used:
+                first = found.pop()[0] if goes_on else piece.start - start
+                found.append((first, piece.end - start))
+            goes_on = used
+        return found
 
     def _begin_rounds(self, state: GradientBucket, full: Tensor) -> _Flight:
         """As ``_launch``, of what a hook brings to every rank in rounds; ``full`` is fp32, ``partial`` or a buffer.

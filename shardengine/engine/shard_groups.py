@@ -56,10 +56,8 @@ def in_shard_groups(config: Config, mesh: Mesh, start: Collectives) -> Mesh:
             f"{_AT_ONCE[hook]}, and here gradients are added up inside of the groups first; take int8 or int4, or "
             "leave out shard_group_size and zero_hpz_partition_size"
         )
-    if config.comm_hook.name in STEPPING_APART and size == mesh.ranks > 1 and mesh.rank == 0:
-        _log.warning(
-            "comm_hook %s does nothing here: all %d ranks are one shard group", config.comm_hook.name, mesh.ranks
-        )
+    if hook in STEPPING_APART and size == mesh.ranks > 1 and mesh.rank == 0:
+        _log.warning("comm_hook %s does nothing here: all %d ranks are one shard group", hook, mesh.ranks)
     topic = "number of ranks in a shard group (mesh=, shard_group_size, zero_hpz_partition_size)"
     compare(start, {topic: [str(size)]})
     return mesh.in_groups_of(size)

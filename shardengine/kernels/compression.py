@@ -82,7 +82,7 @@ def _saturate(values: Tensor, dtype: torch.dtype, saturated: Tensor | None) -> T
     """Finite values that would round to infinity become the largest number; they are counted."""
     largest = torch.finfo(dtype).max
     rounded = values.to(dtype)
-    if values.device.type == "cpu" and values.numel():  # looking is a quarter of what follows
+    if values.device.type == "cpu" and values.numel():  # one look at all of it instead of what follows
         least, most = values.aminmax()
         if -largest <= least and most <= largest:  # not so where there is a NaN
             return rounded
