@@ -66,7 +66,7 @@ def test_one_rank_measures_nothing() -> None:
 
 def train_as(elements: int, stage: str) -> Any:
     """With a choice so small that it cuts."""
-    with mock.patch.object(assembly, "bucket_elements", lambda *_: elements):
+    with mock.patch.object(assembly, "bucket_elements", lambda *_, **__: elements):
         return cases.train_engine("mlp", "AdamW", cases.config_of(stage, zero=AUTO))
 
 
