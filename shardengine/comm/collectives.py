@@ -39,7 +39,7 @@ from shardengine.comm.group_kind import GroupName
 from shardengine.comm.mesh import Mesh
 from shardengine.comm.slices import Coding, Messages, Slices
 from shardengine.comm.watcher import Watcher
-from shardengine.comm.work import Work, ends_on_stream, wait_for
+from shardengine.comm.work import Work, ends_on_stream, explain, wait_for
 from shardengine.errors import CommunicationError, InternalError, MismatchError
 from shardengine.kernels import ordered_sum
 from shardengine.offload import BufferPool, CopyStream
@@ -399,6 +399,23 @@ class Collectives:
         sent = lengths[line.rank] * full.element_size() * (line.ranks - 1)
         record = self._record(line.name, "all-gather of parts", what, sent, purpose, agreed=full.nbytes)
         return self._issue(record, call)
+
+    def follow(self, work: Any, what: Subject, purpose: Purpose, on_complete: Callable[[], None]) -> Work:
+        """What somebody else has begun on every rank, waited for as what is begun here. Its bytes are not known.
+
+        work: has torch's ``wait``, ``is_completed`` and ``get_future``; what has failed there is raised by
+        ``on_complete``, and named where that is because of another rank.
+        """
+        record = self._record(GroupName.REDUCE, "communication hook", what, 0, purpose)
+
+        def complete() -> None:
+            try:
+                on_complete()
+            except RuntimeError as error:
+                explain(error, record, self.failures)
+                raise
+
+        return self._issue(record, lambda: [work], complete)
 
     def broadcast(self, tensor: Tensor, what: Subject, purpose: Purpose, source: int = 0) -> None:
         """``tensor`` (contiguous) of rank ``source`` to all; blocks."""

@@ -27,6 +27,8 @@ the program's own barriers reports nothing."""
 _GRACE_S = 2.0
 MEETING = "meeting"
 """In the place of a group: the wait of `meeting.meet_before_groups`."""
+NOBODY_MISSING = "every rank waits for it: the connection between them is broken"
+"""A diagnosis."""
 _BLOCKS = (
     "At stage 3 ranks also run the same blocks in the same order, forward and backward: what differs between ranks "
     "must lie inside of one unit (list the class of the module around it in zero_optimization.units)"
@@ -187,7 +189,7 @@ class Watchdog:
                 break
             time.sleep(0.1)
         if not missing:
-            return "every rank waits for it: the connection between them is broken"
+            return NOBODY_MISSING
         return failures.describe(missing, waits)
 
     def _others(self) -> set[int]:

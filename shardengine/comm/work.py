@@ -11,6 +11,7 @@ watcher.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -19,7 +20,8 @@ from shardengine.comm.failures import Failures
 from shardengine.comm.flight_recorder import CollectiveRecord
 from shardengine.comm.group_kind import GroupName
 from shardengine.comm.mesh import Mesh
-from shardengine.comm.watchdog import Watchdog
+from shardengine.comm.store_board import Unreachable
+from shardengine.comm.watchdog import NOBODY_MISSING, Watchdog
 from shardengine.errors import CommunicationError, MismatchError
 
 _SLICE = timedelta(seconds=0.5)
@@ -99,6 +101,22 @@ def wait_for(work: dist.Work, record: CollectiveRecord, failures: Failures) -> N
         work.wait()
     except RuntimeError as error:
         raise CommunicationError(f"{record.describe(failures.mesh.rank)} failed: {error}") from error
+
+
+def explain(error: RuntimeError, record: CollectiveRecord, failures: Failures) -> None:
+    """``CommunicationError`` where ``error``, of what others have begun, comes from a rank that is missing and has not
+    said itself what happened."""
+    if failures.mesh.ranks == 1:
+        return
+    rank = failures.mesh.rank
+    watchdog = Watchdog(failures, record.waiting(rank))
+    watchdog.look_for_departures()
+    diagnosis = watchdog.diagnosis()
+    with suppress(Unreachable):
+        if diagnosis == NOBODY_MISSING or failures.reports():
+            watchdog.end()
+            return
+    raise CommunicationError(f"{record.describe(rank)} failed: {error}. {diagnosis}") from error
 
 
 def _wait_under_watchdog(work: dist.Work, record: CollectiveRecord, failures: Failures) -> None:

@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy
 import torch
@@ -780,11 +780,7 @@ class Reducer:
             full.copy_(hook.result(future, full))
             on_complete([state.bucket.own_slice(full, target)])
 
-        def wait(works: Sequence[Any]) -> None:
-            works[0].wait()
-
-        works: Any = [FutureWork(future)]
-        return Work(works, wait, take)
+        return self._collectives.follow(FutureWork(future), layout, Purpose.GRADIENTS, take)
 
     def sends_rows(self, layout: BucketLayout) -> bool:
         """Whether of this bucket's gradients only rows that are not zero travel ([Note: Sparse gradients]); a hook is

@@ -6,7 +6,9 @@ Must not know: where the result rests.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -104,16 +106,23 @@ class WholeGradients(CommHook):
 
 
 class FutureWork:
-    """A future, waited for as torch's Work is."""
+    """A future, waited for as torch's Work is: also for a while. An error of it is ``WholeGradients.result``'s."""
 
     def __init__(self, future: torch.futures.Future[Any]) -> None:
         self._future = future
+        self._is_there = threading.Event()
+        future.add_done_callback(lambda _: self._is_there.set())
 
     def is_completed(self) -> bool:
         """Whether it is there."""
         return self._future.done()
 
-    def wait(self, _timeout: Any = None) -> bool:
-        """Until it is; an error of it is raised."""
-        self._future.wait()
+    def get_future(self) -> torch.futures.Future[Any]:
+        """It."""
+        return self._future
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Until it is, RuntimeError where that lasts longer."""
+        if not self._is_there.wait(None if timeout is None else timeout.total_seconds()):
+            raise RuntimeError("the future is not there yet")
         return True

@@ -1,0 +1,78 @@
+"""A communication hook of the user's that fails on one rank: the others learn who it was, and soon."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.engine.test_recovery import make_engine
+from tests.support import cases
+from tests.support.ranks import RankFailure, RankPool
+
+GROUP_TIMEOUT_S = 1800.0
+"""Of the group in which such a hook's own collectives are: nobody may wait for so long."""
+
+
+def go_wrong(how: str, overlap: bool, said_in: str = "") -> str:
+    """What a rank says."""
+    engine = make_engine("1", GROUP_TIMEOUT_S, overlap_comm=overlap)
+    calls = [0]
+
+    def hook(state: Any, bucket: Any) -> Any:
+        calls[0] += 1
+        fails = calls[0] == 3 and engine.rank == 1
+        if fails and how == "raises":
+            raise ValueError("no more codebook")
+        if fails and how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        begun: Any = dist.all_reduce(bucket.buffer(), async_op=True)
+
+        def divide(future: Any) -> Any:
+            if calls[0] == 3 and how == "callback":
+                raise ValueError("no more codebook")
+            return future.value()[0] / dist.get_world_size()
+
+        return begun.get_future().then(divide)
+
+    engine.register_comm_hook(None, hook)
+    said = ""
+    try:
+        for step in range(3):
+            cases.run_micro_batch(engine, cases.loss_of, step, 0)
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+        if said_in:
+            Path(said_in).write_text(json.dumps(said))
+            raise
+    return said
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_hook_that_raises_on_one_rank_ends_the_wait_of_the_others(overlap: bool) -> None:
+    pool = RankPool(2)
+    waits, raised = pool.run(go_wrong, "raises", overlap)
+    pool.stop(force=True)
+    assert raised == "ValueError: no more codebook"
+    assert waits.startswith("CommunicationError: rank 1 raised: ValueError: no more codebook (in backward"), waits
+    assert "Meanwhile communication hook number 3 on rank 0 for bucket" in waits, waits
+
+
+def test_an_error_on_every_rank_is_the_hooks_own() -> None:
+    pool = RankPool(2)
+    for said in pool.run(go_wrong, "callback", True):
+        assert "no more codebook" in said, said
+    pool.stop(force=True)
+
+
+def test_a_rank_that_is_killed_in_a_hook_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure):
+        RankPool(2).run(go_wrong, "killed", True, str(tmp_path / "said"))
+    said = json.loads((tmp_path / "said").read_text())
+    assert said.startswith("CommunicationError: communication hook number 3 on rank 0 for bucket"), said
+    assert "Missing: rank 1 says nothing" in said, said
