@@ -99,7 +99,7 @@ class Background:
 
     def surface(self, collectives: Collectives) -> None:
         """Wait for all that is under way, and raise, on all ranks, what went wrong on any. Collective."""
-        self.tell(collectives.exchange_objects(self.failures(wait=True)), collectives)
+        self.tell(collectives.exchange_objects(self.failures(wait=True), "the end of saves"), collectives)
 
     def failures(self, *, wait: bool = False) -> list[tuple[int, str]]:
         """This rank's, as (number of the save, text), that are not told yet; for ``tell`` on every rank."""

@@ -94,7 +94,8 @@ def load(engine: Inspection, folder: str | Path, tag: str | None, *, strict: boo
         return _candidates(place, tag) if rank == 0 else ([], "")
 
     new = engine.optimizer is not None and engine.global_steps == engine._window.total == 0
-    told = collectives.exchange_objects([run_on_all_ranks(collectives, "finding the checkpoint", listed), new])
+    what = "finding the checkpoint"
+    told = collectives.exchange_objects([run_on_all_ranks(collectives, what, listed), new], what)
     (names, astray), new = told[0][0], all(row[1] for row in told)  # after a reset() only some ranks may be new
     if interrupted:
         core.step_state.lose()  # its gradients go now
@@ -197,10 +198,9 @@ def _take_first(engine: Inspection, folder: Path, names: list[str], way: _Way, a
     rejected: list[str] = []
     touched = False
     for name in names:
-        candidate = run_on_all_ranks(
-            collectives, "verifying a checkpoint", partial(_examine, engine, folder / name, way)
-        )
-        views = collectives.exchange_objects([candidate.unfit, candidate.damaged, candidate.kept])
+        what = "verifying a checkpoint"
+        candidate = run_on_all_ranks(collectives, what, partial(_examine, engine, folder / name, way))
+        views = collectives.exchange_objects([candidate.unfit, candidate.damaged, candidate.kept], what)
         unfit, damaged = (next((view[kind] for view in views if view[kind]), "") for kind in (0, 1))
         if not (unfit or damaged):
             unfit = _other_base(engine._core, candidate, left_out.together([view[2] for view in views]), way)
@@ -215,8 +215,9 @@ def _take_first(engine: Inspection, folder: Path, names: list[str], way: _Way, a
                 warnings.warn(f"load_checkpoint goes back to {folder / name}, because {text}", stacklevel=5)
             return candidate
         rejected.append(damaged)
-    others = run_on_all_ranks(collectives, "listing checkpoints", lambda: directory.saved(folder) if rank == 0 else [])
-    others = [name for name in collectives.exchange_objects(others)[0] if name not in names]
+    what = "listing checkpoints"
+    others = run_on_all_ranks(collectives, what, lambda: directory.saved(folder) if rank == 0 else [])
+    others = [name for name in collectives.exchange_objects(others, what)[0] if name not in names]
     offer = f"load another checkpoint, there are: {', '.join(others[:8])}" if others else _beside(folder)
     _raise_everywhere(collectives, CheckpointError(f"{'; '.join(rejected)}; {offer}{_PARTLY if touched else ''}"))
 
@@ -341,7 +342,7 @@ def _take(engine: Inspection, chosen: _Candidate, way: _Way) -> str:
         def fill(part: list[fit.Filling]) -> str:
             """What was damaged on any rank; "" if nothing was."""
             texts = collectives.exchange_objects(
-                run_on_all_ranks(collectives, what, lambda: _filled(reader, chosen, part))
+                run_on_all_ranks(collectives, what, lambda: _filled(reader, chosen, part)), what
             )
             return next((text for text in texts if text), "")
 

@@ -94,7 +94,8 @@ def save(
     copied = replace(job, tensors=copies, platform=Platform(HOST), ready=copying.result)
     if engine.optimizer is not None:
         engine.optimizer.let_read(copying)
-    rows = collectives.exchange_objects([sum(tensor.nbytes for _, tensor in copies), saves.failures()])
+    told = [sum(tensor.nbytes for _, tensor in copies), saves.failures()]
+    rows = collectives.exchange_objects(told, "sizes of a checkpoint")
     saves.submit(lambda meet: _write_behind(copied, meet), core.mesh, max(size for size, _ in rows))
     saves.tell([failures for _, failures in rows], collectives)
     return job.folder / job.tag

@@ -37,7 +37,7 @@ def run_on_all_ranks(collectives: Collectives, what: str, action: Callable[[], _
         failure = error
     flags = collectives.exchange(torch.tensor([failure is not None], dtype=torch.uint8), what).view(-1).tolist()
     if any(flags):
-        texts = collectives.exchange_objects(None if failure is None else f"{type(failure).__name__}: {failure}")
+        texts = collectives.exchange_objects(None if failure is None else f"{type(failure).__name__}: {failure}", what)
         if failure is not None:
             collectives.failures.mark_known(failure)
             raise failure
@@ -58,7 +58,7 @@ def compare(collectives: Collectives, facts: dict[str, list[str]], own: int = 0)
     rows = collectives.exchange(torch.frombuffer(bytearray([*digest, own]), dtype=torch.uint8), _subject(facts))
     if bool((rows[:, :-1] == rows[0, :-1]).all()):
         return [int(byte) for byte in rows[:, -1].tolist()]
-    everyone = collectives.exchange_objects(facts)
+    everyone = collectives.exchange_objects(facts, _subject(facts))
     everyone = [{topic: other.get(topic, []) for row in everyone for topic in row} for other in everyone]
     for topic in everyone[0]:
         different = [rank for rank, other in enumerate(everyone) if other[topic] != everyone[0][topic]]
@@ -85,7 +85,7 @@ def settle_kernels(collectives: Collectives, packed: Sequence[int], problem: str
     """
     mesh, offers = collectives.mesh, [Offers.unpacked(each) for each in packed]
     failed = any(Offer.FAILED in each[:2] for each in offers)
-    problems = collectives.exchange_objects(problem) if failed else []
+    problems = collectives.exchange_objects(problem, "problems with kernels") if failed else []
     settle_type("cpu", [each.cpu for each in offers], problems, mesh.rank)
     if mesh.device.type != "cpu":
         settle_type(mesh.device.type, [each.device for each in offers], problems, mesh.rank)

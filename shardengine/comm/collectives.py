@@ -35,6 +35,7 @@ from torch import Tensor
 
 from shardengine.comm.failures import Failures
 from shardengine.comm.flight_recorder import CollectiveRecord, FlightRecorder, Purpose, first_difference
+from shardengine.comm.frames import ROOM, first_frame, lengths, table
 from shardengine.comm.group_kind import GroupName
 from shardengine.comm.mesh import Mesh
 from shardengine.comm.slices import Coding, Messages, Slices
@@ -432,10 +433,16 @@ class Collectives:
     def exchange(self, payload: Tensor, what: str = "control data") -> Tensor:
         """Every rank's ``payload`` (flat uint8 on CPU, equal lengths) → [ranks, length], in rank order; blocks.
 
-        what: named in the error when it fails.
+        what: named in the error when it fails, or when other ranks exchange something else ([Note: Frames]).
         """
         if self.mesh.ranks == 1:
             return payload.unsqueeze(0)
+        frames = self._exchanged(first_frame(payload, what, varies=False), what)
+        lengths(frames, self.mesh.rank)
+        rest = payload[ROOM:]
+        return table(frames, self._exchanged(rest, what) if rest.numel() else None, payload.numel())
+
+    def _exchanged(self, payload: Tensor, what: str) -> Tensor:
         gathered = payload.new_empty(self.mesh.ranks * payload.numel())
 
         def call() -> list[dist.Work]:
@@ -447,16 +454,7 @@ class Collectives:
 
     def hear(self, payload: Tensor, what: str) -> Tensor:
         """Rank 0's ``payload`` (flat uint8 on CPU, equal lengths), whatever this rank's is; blocks. what: as above."""
-        if self.mesh.ranks == 1:
-            return payload
-        heard = payload.clone()
-
-        def call() -> list[dist.Work]:
-            return [self.mesh.wire.broadcast(heard, 0, self.mesh.control)]
-
-        sent = payload.numel() * (self.mesh.ranks - 1) // self.mesh.ranks
-        self._issue(self._record(GroupName.CONTROL, "broadcast", Named((), what), sent, Purpose.CONTROL), call).wait()
-        return heard
+        return self.exchange(payload, what)[0].contiguous()
 
     def exchange_values(self, values: Tensor, payload: Tensor, what: str) -> tuple[Tensor, Tensor]:
         """As ``exchange``, with fp64 ``values`` (1-D) that stay on the mesh's device: [ranks, n] and the payloads.
@@ -479,22 +477,25 @@ class Collectives:
         self._issue(self._record(GroupName.GATHER, "all-gather", Named((), what), sent, Purpose.CONTROL), call).wait()
         return gathered.view(self.mesh.ranks, -1), rows
 
-    def exchange_objects(self, value: Any) -> list[Any]:
-        """Every rank's JSON value, in rank order; blocks. For start-up and error paths."""
-        text = json.dumps(value).encode()
-        sizes = (
-            self.exchange(torch.tensor([len(text)], dtype=torch.int64).view(torch.uint8)).contiguous().view(torch.int64)
-        )
-        padded = torch.zeros(max(1, int(sizes.max())), dtype=torch.uint8)
-        padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else padded[:0]
-        rows = self.exchange(padded)
-        return [json.loads(row[: int(size)].numpy().tobytes()) for row, size in zip(rows, sizes.view(-1), strict=True)]
+    def exchange_objects(self, value: Any, what: str = "control data") -> list[Any]:
+        """Every rank's JSON value, in rank order; blocks. For start-up and error paths. what: as for ``exchange``."""
+        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        if self.mesh.ranks == 1:
+            return [json.loads(text.numpy().tobytes())]
+        frames = self._exchanged(first_frame(text, what, varies=True), what)
+        counts = lengths(frames, self.mesh.rank)
+        longest = int(counts.max())
+        rest = text.new_zeros(max(0, longest - ROOM))
+        own = text[ROOM:]
+        rest[: len(own)] = own
+        rows = table(frames, self._exchanged(rest, what) if rest.numel() else None, longest)
+        return [json.loads(row[:n].numpy().tobytes()) for row, n in zip(rows, counts.tolist(), strict=True)]
 
     def require_same(self, digests: Tensor) -> None:
         """``MismatchError`` on every rank unless all ranks' ``flight_recorder.digest()`` are equal; names one."""
         if bool((digests == digests[0]).all()):
             return
-        found = first_difference(self.exchange_objects(self.flight_recorder.texts()))
+        found = first_difference(self.exchange_objects(self.flight_recorder.texts(), "collectives of this window"))
         where = "" if found is None else f": rank 0 issued [{found[1]}] where rank {found[0]} issued [{found[2]}]"
         raise MismatchError(
             f"ranks took part in different collectives{where}, so the gradients of this window are wrong. Expected the "
@@ -504,7 +505,7 @@ class Collectives:
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
-        self.exchange(torch.zeros(1, dtype=torch.uint8))
+        self.exchange(torch.zeros(1, dtype=torch.uint8), "a barrier")
 
     def _record(
         self,

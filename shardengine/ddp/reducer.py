@@ -461,7 +461,8 @@ class Reducer:
         before = known.here if known.here is not None else known.anywhere if self.used else frozenset[int]()
         new, gone = sorted(self.used - before), sorted(before - self.used) if known.here is not None else []
         name = [self.views.layout.parameters[index].name for index in (*new, *gone)][:1]
-        places = self._collectives.exchange_objects([name[0], bool(new), len(new) + len(gone)] if name else None)
+        told = [name[0], bool(new), len(new) + len(gone)] if name else None
+        places = self._collectives.exchange_objects(told, "a change of the static graph")
         rank, (first, added, count) = next((r, place) for r, place in enumerate(places) if place is not None)
         more = f", and {count - 1} more" if count > 1 else ""
         raise UsageError(

@@ -289,7 +289,7 @@ def _begin(source: Source, collectives: Collectives) -> None:
     rows = [[number, state.numpy().tobytes().hex()] for number, state in source.states()]
     states = [
         (number, torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8))
-        for number, text in collectives.exchange_objects(rows)[0]
+        for number, text in collectives.exchange_objects(rows, "states of random generators")[0]
     ]
     run_on_all_ranks(collectives, "drawing initial weights", lambda: source.begin(states))
 
@@ -384,7 +384,7 @@ def _open_tiers(config: Config, collectives: Collectives, found: Partition, unfi
 
     tiers, free = run_on_all_ranks(collectives, "opening the tiers", open_tiers)
     if measures:
-        tiers.share(min(collectives.exchange_objects(free)))
+        tiers.share(min(collectives.exchange_objects(free, "free memory for the tiers")))
     return tiers
 
 

@@ -90,7 +90,7 @@ def dissolve(core: Core, model: nn.Module, *, restore: bool = True, ends_groups:
 
 def _agree(core: Core, restore: bool) -> bool:
     """What ``restore`` is on every rank: where they differ nothing shall be lost; collective."""
-    given = core.collectives.exchange_objects(restore)
+    given = core.collectives.exchange_objects(restore, "engine.close()")
     if len(set(given)) > 1:
         _log.warning(
             "engine.close(): expected the same restore on every rank, got False on ranks %s and True on the others; "

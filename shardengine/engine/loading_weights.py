@@ -47,7 +47,8 @@ def load(core: Core, module: nn.Module, given: Any, *, strict: bool, assign: boo
         found.set_extra_states(module)
     run_on_all_ranks(core.collectives, "load_state_dict()", found.raise_if_failed)
     core.buffers.broadcast(persistent_only=True)
-    missing, unexpected = core.collectives.exchange_objects([found.missing, found.unexpected])[0]
+    told = [found.missing, found.unexpected]
+    missing, unexpected = core.collectives.exchange_objects(told, "load_state_dict()")[0]
     keys = _IncompatibleKeys(missing, unexpected)
 
     def end() -> None:

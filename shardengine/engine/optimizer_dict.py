@@ -138,7 +138,7 @@ def load(core: Core, optimizer: ShardedOptimizer, given: Mapping[str, Any]) -> N
     fit = run_on_all_ranks(
         core.collectives, "optimizer.load_state_dict()", lambda: optimizer_fit.fit(core, optimizer, given)
     )
-    rows = core.collectives.exchange_objects(None if fit is None else fit.facts)
+    rows = core.collectives.exchange_objects(None if fit is None else fit.facts, "optimizer.load_state_dict()")
     for rank, row in enumerate(rows):
         if row is not None and row != rows[0]:
             error = MismatchError(

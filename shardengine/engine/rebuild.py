@@ -264,7 +264,7 @@ def _has_room(core: Core) -> bool:
     platform.free_cached()
     largest = max(sum(flat.layout.length * flat.layout.itemsize for flat in unit.flat_buffers) for unit in core.units)
     needed = 2 * largest + comm_hooks.kept_bytes(core.reducer.hook, core.layout)
-    return min(core.collectives.exchange_objects(platform.free_bytes())) > needed
+    return min(core.collectives.exchange_objects(platform.free_bytes(), "free memory for a new layout")) > needed
 
 
 def _forms(core: Core, planned: _Planned, optimizer: ShardedOptimizer) -> Iterator[tuple[Tier, Forms]]:

@@ -197,7 +197,7 @@ def reset(core: Core, optimizer: ShardedOptimizer | None, steps: int) -> Return:
     if optimizer is not None:
         optimizer.wait_early()
         optimizer.note_if_spoiled()
-    places = core.collectives.exchange_objects(_place(core, optimizer, steps))
+    places = core.collectives.exchange_objects(_place(core, optimizer, steps), "where ranks are at engine.reset()")
     newest = max(place["steps"] for place in places)
     begun = any(place["begun"] for place in places)
     target = newest if len({place["steps"] for place in places}) > 1 else newest + begun

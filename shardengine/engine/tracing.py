@@ -21,7 +21,7 @@ def traced(collectives: Collectives, path: str | Path) -> Iterator[None]:
         collectives.trace.drop()
         raise
     mine = collectives.trace.end()
-    ranks = collectives.exchange_objects(mine)
+    ranks = collectives.exchange_objects(mine, "what engine.trace() has recorded")
 
     def write() -> None:
         trace.write(Path(path), ranks)

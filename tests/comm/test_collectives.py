@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shardengine.comm.collectives import Collectives, Named
 from shardengine.comm.flight_recorder import Purpose
+from shardengine.comm.frames import ROOM
 from shardengine.comm.mesh import Mesh
 from shardengine.errors import CommunicationError, MismatchError
 from shardengine.kernels import ordered_sum
@@ -235,3 +236,51 @@ def test_waiting_twice_sums_once() -> None:
     full.fill_(5)
     work.wait()
     assert torch.equal(out, torch.ones(WIDTH))
+
+
+LENGTHS = (0, 1, ROOM - 1, ROOM, ROOM + 1, 3 * ROOM)
+
+
+def messages_of_any_length() -> list[Any]:
+    """Whether each arrives as it was sent: of one length, rank 0's, of lengths that differ between ranks."""
+    link = collectives()
+    rank, ranks, right = link.mesh.rank, link.mesh.ranks, list[bool]()
+
+    def bytes_of(rank: int, length: int) -> Tensor:
+        return torch.randint(0, 256, (length,), dtype=torch.uint8, generator=torch.Generator().manual_seed(rank))
+
+    for number, length in enumerate(LENGTHS):
+        expected = torch.stack([bytes_of(r, length) for r in range(ranks)])
+        right.append(torch.equal(link.exchange(bytes_of(rank, length)), expected))
+        right.append(torch.equal(link.hear(bytes_of(rank, length), "a message"), expected[0]))
+        texts = ["x" * LENGTHS[(number + r) % len(LENGTHS)] for r in range(ranks)]
+        right.append(link.exchange_objects(texts[rank]) == texts)
+    return right
+
+
+def test_messages_arrive_whole_whatever_their_length(pools: Pools) -> None:
+    assert pools(3).run(messages_of_any_length) == [[True] * (3 * len(LENGTHS))] * 3
+
+
+def different_messages(difference: str) -> list[str]:
+    """What a rank is told where the last one sends something else, and what it then exchanges with the others."""
+    link, said = collectives(), ""
+    rank, ranks = link.mesh.rank, link.mesh.ranks
+    try:
+        if rank < ranks - 1:
+            link.exchange(torch.zeros(7, dtype=torch.uint8), "the step")
+        elif difference == "length":
+            link.exchange(torch.zeros(9 * ROOM, dtype=torch.uint8), "saving " + "é" * 80)
+        else:
+            link.exchange_objects([7], "saving")
+    except MismatchError as error:
+        said = str(error)
+    return [said, *link.exchange_objects(rank)]
+
+
+@pytest.mark.parametrize("difference", ["length", "objects"])
+def test_ranks_that_exchange_different_things_are_told_and_go_on(pools: Pools, difference: str) -> None:
+    for rank, (said, *numbers) in enumerate(pools(3).run(different_messages, difference)):
+        assert said.startswith("rank 0 is in [the step] where rank 2 is in [saving"), said
+        assert f"(this is rank {rank}): expected every rank to make the same calls of the engine" in said
+        assert numbers == [0, 1, 2]

@@ -76,7 +76,7 @@ HOST_APART = Case("1 hybrid", 1, "fp32", "states on the host", "groups step apar
 TWICE_APART = Case("2 hybrid", 1, "fp32", options="groups gossip", model="gradients twice")
 CAUGHT = [
     Mutation("comm/collectives.py", "Collectives.broadcast", ".wait()", Case("2"), "", ranks=2),
-    Mutation("comm/collectives.py", "Collectives.exchange", ".wait()", "ranks exchange", ""),
+    Mutation("comm/collectives.py", "Collectives._exchanged", ".wait()", "ranks exchange", ""),
     Mutation("comm/collectives.py", "Collectives.exchange_values", ".wait()", Case("2"), "", ranks=2),
     Mutation("comm/collectives.py", "Collectives._held_up", "wait_for(work, record, failures)", "ranks exchange"),
     Mutation("comm/collectives.py", "Collectives._reduce_in_two_steps", "mesh.platform.mark()", TWO_STEPS, "Done()"),
@@ -427,18 +427,15 @@ PROCESS = "for the end of processes"
 ERROR = "for the error of what has ended"
 FAILED = "after a failure: nothing is used again that was under way"
 NOT_AN_ORDER: dict[tuple[str, str, str], str] = {
-    (
-        "comm/collectives.py",
-        "Collectives.hear",
-        "self._issue(self._record(GroupName.CONTROL, 'broadcast', Named((), what), sent, Purpose.CONTROL), "
-        "call).wait()",
-    ): "bytes of the host over the group of gloo, which no stream reads; `exchange` is taken out above",
     ("comm/group_speed.py", "_measure", "begin(full).wait()"): "a measurement: what is timed is never read",
     ("comm/group_speed.py", "_measure", "mesh.platform.synchronize()"): "a measurement: the clock waits for the device",
-    ("ddp/comm_hooks/whole_gradients.py", "FutureWork.wait", "self._future.wait()"): "the same as its result's wait",
+    (
+        "ddp/comm_hooks/whole_gradients.py",
+        "FutureWork.wait",
+        "self._is_there.wait(None if timeout is None else timeout.total_seconds())",
+    ): "the host's wait for what the user's function has begun; the value's own wait is in its result",
     ("ddp/comm_hooks/whole_gradients.py", "WholeGradients.result", "future.wait()"): "the value of the user's future",
     ("ddp/reducer.py", "Reducer._reduce_by", "hook.result(future, full)"): "no wait: the value, which exists by then",
-    ("ddp/reducer.py", "Reducer._reduce_by", "works[0].wait()"): "the user's function waits for what it has begun",
     ("engine/replicas.py", "average", "optimizer.await_reader()"): PASSES_ON,
     ("engine/rebuild.py", "recut", "optimizer.await_reader()"): "a thread that saves; tests/parity/test_recut.py",
     ("trace.py", "Trace.begin", "zero.wait_on_host()"): TRACE,

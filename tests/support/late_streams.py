@@ -12,8 +12,9 @@ know of the earlier, are a race, even where the values come out right. Giving me
 which it was taken, because CUDA's caching allocator gives it out again on that stream at once. Operations of torch are
 seen by a dispatch mode, so kernels must be torch's own inside (``adversary`` sees to that).
 
-What is the host's memory is known by who made it (``Platform.host_empty``, ``host_buffer``), and what is computed from
-that alone. An operation of torch over both sides is taken as CUDA does it: a copy that is not ``non_blocking`` waits.
+What is the host's memory is known by who made it (``Platform.host_empty``, ``host_buffer``, ``torch.frombuffer``),
+control data that is exchanged is the host's, and what is computed from that alone. An operation of torch over both
+sides is taken as CUDA does it: a copy that is not ``non_blocking`` waits.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardengine.checkpoint import background, tensor_file
-from shardengine.comm import Wire
+from shardengine.comm import Collectives, Wire
 from shardengine.comm.group_kind import GroupKind, GroupName
 from shardengine.comm.mesh import Mesh
 from shardengine.kernels import operations, reference, reference_update
@@ -600,6 +601,18 @@ def _told_of_disk(judge: Judge, begin: Callable[..., Any], writes: bool) -> Call
     return told
 
 
+def _of_host(judge: Judge, call: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``torch.frombuffer``, or ``Collectives.exchange``: what it is given, and what it makes, is the host's."""
+
+    def told(*args: Any, **options: Any) -> Tensor:
+        for each in args:
+            if isinstance(each, Tensor):
+                judge.own(each, HOST)
+        return judge.own(call(*args, **options), HOST)
+
+    return told
+
+
 def _executor(real: Any) -> Any:
     def make(workers: int, name: str, *rest: Any) -> Any:
         return (
@@ -661,6 +674,8 @@ def adversary(mesh: Mesh, *, backend: str = "nccl", watch: bool = True) -> Itera
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.UntypedStorage, "resize_", resized)
+        patch.setattr(torch, "frombuffer", _of_host(judge, torch.frombuffer))
+        patch.setattr(Collectives, "exchange", _of_host(judge, Collectives.exchange))
         patch.setattr(operations, "implementation", lambda device: None)
         for name in ("flatten", "unflatten", "ordered_sum", "sum_of_squares", "update"):
             module = reference_update if name == "update" else reference

@@ -1,0 +1,58 @@
+"""Control messages in frames of one length, so that ranks that send each other different ones find that out.
+
+Must not know: groups, how frames travel.
+
+[Note: Frames] The backend of control data is gloo's, which ends a process where a message meets one of another length.
+So every rank's first frame has ``FRAME`` bytes: how long the message is, a text for errors, and as much of the message
+as there is room for. What is longer follows in a second exchange, when all know that they speak of the same.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shardengine.errors import MismatchError
+
+FRAME = 4096
+_TEXT = 60
+_HEAD = 4 + _TEXT
+ROOM = FRAME - _HEAD
+"""Bytes of a message in its first frame: those of a step's of about 450 parameters."""
+
+
+def first_frame(message: Tensor, text: str, *, varies: bool) -> Tensor:
+    """Of ``message`` (uint8, flat). varies: ranks' messages may be of different lengths."""
+    said = -1 - message.numel() if varies else message.numel()
+    head = said.to_bytes(4, "little", signed=True) + text.encode()[:_TEXT]
+    frame = torch.frombuffer(bytearray(head.ljust(FRAME, b"\0")), dtype=torch.uint8)
+    frame[_HEAD : _HEAD + message.numel()] = message[:ROOM]
+    return frame
+
+
+def lengths(frames: Tensor, rank: int) -> Tensor:
+    """[ranks, FRAME], as ``first_frame`` makes them → how long each rank's message is, int32 [ranks].
+
+    ``MismatchError``, on every rank, where ranks sent each other different ones. rank: this one.
+    """
+    said = frames[:, :4].contiguous().view(torch.int32).view(-1)
+    kinds = said.clamp(min=-1)
+    if bool((kinds != kinds[0]).any()):
+        other = int((kinds != kinds[0]).nonzero()[0])
+        raise MismatchError(
+            f"rank 0 is in {_text(frames[0])} where rank {other} is in {_text(frames[other])} (this is rank {rank}): "
+            "expected every rank to make the same calls of the engine, in the same order"
+        )
+    return torch.where(said < 0, -1 - said, said)
+
+
+def table(frames: Tensor, rests: Tensor | None, length: int) -> Tensor:
+    """Every rank's message, as far as the longest one goes: [ranks, length]. rests: [ranks, n], what has followed."""
+    if rests is None:
+        return frames[:, _HEAD : _HEAD + length]
+    return torch.cat([frames[:, _HEAD:], rests], dim=1)
+
+
+def _text(frame: Tensor) -> str:
+    shown = frame[4:_HEAD].numpy().tobytes().rstrip(b"\0").decode(errors="ignore")
+    return f"[{shown}]"
