@@ -109,9 +109,7 @@ def subtract(values: Tensor, decoded: Tensor, divisor: float) -> None:
         decoded.div_(divisor)
 
 
-def _form(
-    kind: str, length: int, block: int
-) -> tuple[tuple[int, torch.dtype], tuple[int, torch.dtype] | None]:
+def _form(kind: str, length: int, block: int) -> tuple[tuple[int, torch.dtype], tuple[int, torch.dtype] | None]:
     """Of values and scales, how many and in which dtype."""
     if kind in FLOATS:
         return (length, FLOATS[kind]), None
@@ -121,7 +119,7 @@ def _form(
 
 def _is(tensor: Tensor | None, form: tuple[int, torch.dtype] | None) -> bool:
     if tensor is None or form is None:
-        return tensor is form
+        return tensor is None and form is None
     return tensor.dim() == 1 and (len(tensor), tensor.dtype) == form and tensor.is_contiguous()
 
 

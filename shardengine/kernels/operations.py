@@ -317,16 +317,18 @@ def compress(
 
     A float that would overflow becomes the largest finite one and is counted in ``saturated`` (0-dim int64); what was
     not finite stays so. noise: rounds integers stochastically, keyed by the number of the element, which is ``first``
-    for values[0]. Shards are compressed as the whole would be if they are cut at multiples of ``block``. out: memory for
-    the result, which may be parts of a message; it comes back.
+    for values[0]. Shards are compressed as the whole would be if they are cut at multiples of ``block``. out: memory
+    for the result, which may be parts of a message; it comes back.
     """
     if kind not in compression.FLOATS and kind not in compression.LEVELS:
         raise ValueError(f"compress: expected fp16, bf16, int8 or int4, got {kind!r}")
     if block < 2 or block % 2:
         raise ValueError(f"compress: expected an even block of at least 2 elements, got {block}")
     if out is not None and not compression.is_as_allocated(out, kind, values.numel(), block):
-        raise ValueError(f"compress: expected out as it comes back for {kind!r}, {values.numel()} elements and a block of "
-                         f"{block}, contiguous, got {_described(out)}")  # fmt: skip
+        raise ValueError(
+            f"compress: expected out as it would come back, for {kind!r}, {values.numel()} elements and a block of "
+            f"{block}, contiguous, got {_described(out)}"
+        )
     _require_one_device("compress", values.device, (saturated, *(out or ())[3:]))
     module = implementation(values.device) or compression
     return module.compress(values, kind, block=block, noise=noise, first=first, saturated=saturated, out=out)

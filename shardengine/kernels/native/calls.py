@@ -39,8 +39,10 @@ _KINDS = {"Adam": 0, "AdamW": 0, "SGD": 1, "Lion": 2}
 _CPU = torch.device("cpu")
 _WHOLE = 1 << 62
 """Elements per block of the table of spans: one block each."""
-_STREAMED = 4 << 20
-"""Bytes beyond which a copy goes past the caches: more than those that are a core's own."""
+_STREAMED = 16 << 20
+"""Bytes of ``out`` from which on flatten writes past the caches. Measured with 2 MB of cache per core, 260 MB shared:
+with 54 MB the copy takes 0.6 to 0.7 of the time, with 16 MB it is even if the next operation reads what was written;
+below, that one finds it in the caches."""
 
 
 def update(
@@ -110,9 +112,7 @@ def flatten(
 ) -> None:
     """See ``operations.flatten``, which looks at starts and strides."""
     dtype, length = tensors[0].dtype if tensors else out.dtype, out.numel()
-    if not (
-        _plain(out, length) and dtype in _TYPES and all(each.dtype is dtype and each.is_cpu for each in tensors)
-    ):
+    if not (_plain(out, length) and dtype in _TYPES and all(each.dtype is dtype and each.is_cpu for each in tensors)):
         reference.flatten(tensors, starts, out, scale=scale, add=add)
         return
     library, count = _library(), len(tensors)
@@ -131,7 +131,7 @@ def flatten(
         _TYPES[out.dtype],
         scale,
         add,
-        out.nbytes > _STREAMED,
+        out.nbytes >= _STREAMED,
     )
     library.flatten(library.instruction_set, threads(), arguments)
 
@@ -285,9 +285,7 @@ def compress(
         and (out is None or is_as_allocated(out, kind, length, block))
         and (saturated is None or (saturated.dtype is torch.int64 and saturated.is_cpu))
     ):
-        return compression.compress(
-            values, kind, block=block, noise=noise, first=first, saturated=saturated, out=out
-        )
+        return compression.compress(values, kind, block=block, noise=noise, first=first, saturated=saturated, out=out)
     library, made = _library(), allocated(kind, length, block, _CPU) if out is None else out
     arguments = _coding(made, values)
     arguments.first = first
