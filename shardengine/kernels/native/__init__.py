@@ -1,7 +1,7 @@
 """The operations on a CPU, by a C++ library that any g++ or clang++ builds at its first use: the reference's bits.
 
 ``load`` says whether the library is there; without it nothing in here but ``load`` may be called. What has no native
-body stays torch's. Must not know: who calls.
+body (``unflatten``, fp64, tensors that are not contiguous) stays torch's. Must not know: who calls.
 
     source/      C++ with a C interface, no headers of torch or Python; compiled once per instruction set in one library
     build.py     source → library file, cached
