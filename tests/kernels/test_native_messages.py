@@ -191,6 +191,7 @@ def test_ties_denormal_scales_and_blocks_whose_scale_is_zero(forced: str, kind: 
     values = torch.tensor([[size, -size / 2, size / 3, 0.0] for size in sizes]).view(-1)
     for noise in (None, Noise(5, 6)):
         check_coding(values, kind, 4, noise=noise)
+        check_coding(-values, kind, 4, noise=noise)  # beyond the least integer where a scale was rounded down
 
 
 @pytest.mark.parametrize("kind", KINDS)
