@@ -287,13 +287,9 @@ def compress(
     ):
         return compression.compress(values, kind, block=block, noise=noise, first=first, saturated=saturated, out=out)
     library, made = _library(), allocated(kind, length, block, _CPU) if out is None else out
-    arguments = _coding(made, values)
-    arguments.first = first
-    if saturated is not None:
-        arguments.saturated = saturated.data_ptr()
-    if noise is not None:
-        arguments.noisy, (arguments.key_0, arguments.key_1) = 1, noise.key
-    library.compress(library.instruction_set, threads(), arguments)
+    count = {} if saturated is None else {"saturated": saturated.data_ptr()}
+    drawn = {} if noise is None else {"noisy": 1, "key_0": noise.key[0], "key_1": noise.key[1]}
+    library.compress(library.instruction_set, threads(), _coding(made, values, first=first, **count, **drawn))
     return made
 
 
@@ -312,8 +308,8 @@ def residual(values: Tensor, compressed: Compressed, out: Tensor, *, divisor: fl
     if not (fits and _whole(compressed)):
         compression.residual(values, compressed, out, divisor=divisor)
         return
-    library, arguments = _library(), _coding(compressed, out)
-    arguments.whole, arguments.divisor = values.data_ptr(), divisor
+    library = _library()
+    arguments = _coding(compressed, out, whole=values.data_ptr(), divisor=divisor)
     library.decompress(library.instruction_set, threads(), arguments)
 
 
@@ -323,7 +319,8 @@ def _whole(compressed: Compressed) -> bool:
     return there and is_as_allocated(compressed, *compressed[:3])
 
 
-def _coding(compressed: Compressed, wide: Tensor) -> CodingArguments:
+def _coding(compressed: Compressed, wide: Tensor, **options: float) -> CodingArguments:
+    """options: fields that are zeros where they are not given."""
     kind, length, block, values, scales = compressed
     levels = LEVELS.get(kind, 0)
     return CodingArguments(
@@ -335,7 +332,7 @@ def _coding(compressed: Compressed, wide: Tensor) -> CodingArguments:
         wide_type=_TYPES[wide.dtype],
         code_type=0 if levels else _TYPES[values.dtype],
         levels=levels,
-        divisor=1.0,
+        **options,
     )
 
 
