@@ -35,6 +35,21 @@ class Compressed(NamedTuple):
     scales: Tensor | None = None
 
 
+def allocated(kind: str, length: int, block: int, device: torch.device) -> Compressed:
+    """Memory for ``length`` elements."""
+    values, scales = _form(kind, length, block)
+    made = torch.empty(values[0], dtype=values[1], device=device)
+    if scales is None:
+        return Compressed(kind, length, block, made)
+    return Compressed(kind, length, block, made, torch.empty(scales[0], dtype=scales[1], device=device))
+
+
+def is_as_allocated(compressed: Compressed, kind: str, length: int, block: int) -> bool:
+    """Whether the tensors are as long, of the same dtypes and as contiguous as those of ``allocated``."""
+    values, scales = _form(kind, length, block)
+    return compressed[:3] == (kind, length, block) and _is(compressed.values, values) and _is(compressed.scales, scales)
+
+
 def compress(
     values: Tensor,
     kind: str,
@@ -43,10 +58,12 @@ def compress(
     noise: Noise | None = None,
     first: int = 0,
     saturated: Tensor | None = None,
+    out: Compressed | None = None,
 ) -> Compressed:
     """See ``operations.compress``."""
     if kind in FLOATS:
-        return Compressed(kind, values.numel(), block, _saturate(values.float(), FLOATS[kind], saturated))
+        made = _saturate(values.float(), FLOATS[kind], saturated)
+        return _given(Compressed(kind, values.numel(), block, made), out)
     levels = LEVELS[kind]
     rows = _in_blocks(values.float(), block)
     scales = _divide(rows.abs().amax(dim=1), levels)
@@ -62,7 +79,7 @@ def compress(
         integers = (pairs[:, 0] | pairs[:, 1] << 4)[: (values.numel() + 1) // 2]
     else:
         integers = integers[: values.numel()]
-    return Compressed(kind, values.numel(), block, integers.contiguous(), scales)
+    return _given(Compressed(kind, values.numel(), block, integers.contiguous(), scales), out)
 
 
 def decompress(compressed: Compressed, out: Tensor) -> None:
@@ -76,6 +93,44 @@ def decompress(compressed: Compressed, out: Tensor) -> None:
         values = halves - ((halves & 8) << 1)
     wide = _in_blocks(values.float(), block) * scales.unsqueeze(1)
     out.copy_(wide.view(-1)[:length])
+
+
+def residual(values: Tensor, compressed: Compressed, out: Tensor, *, divisor: float = 1.0) -> None:
+    """See ``operations.residual``."""
+    decompress(compressed, out)
+    subtract(values, out, divisor)
+
+
+def subtract(values: Tensor, decoded: Tensor, divisor: float) -> None:
+    """``decoded`` becomes the residual."""
+    torch.sub(values, decoded, out=decoded)
+    decoded.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+    if divisor != 1:
+        decoded.div_(divisor)
+
+
+def _form(kind: str, length: int, block: int) -> tuple[tuple[int, torch.dtype], tuple[int, torch.dtype] | None]:
+    """Of values and scales, how many and in which dtype."""
+    if kind in FLOATS:
+        return (length, FLOATS[kind]), None
+    values = (-(-length // 2), torch.uint8) if kind == "int4" else (length, torch.int8)
+    return values, (-(-length // block), torch.float32)
+
+
+def _is(tensor: Tensor | None, form: tuple[int, torch.dtype] | None) -> bool:
+    if tensor is None or form is None:
+        return tensor is None and form is None
+    return tensor.dim() == 1 and (len(tensor), tensor.dtype) == form and tensor.is_contiguous()
+
+
+def _given(made: Compressed, out: Compressed | None) -> Compressed:
+    """``made``, or ``out`` that holds it."""
+    if out is None:
+        return made
+    for place, part in zip(out[3:], made[3:], strict=True):
+        if part is not None and place is not None:
+            place.copy_(part)
+    return out
 
 
 def _saturate(values: Tensor, dtype: torch.dtype, saturated: Tensor | None) -> Tensor:

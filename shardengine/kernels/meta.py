@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from shardengine.kernels.compression import FLOATS, Compressed
+from shardengine.kernels.compression import Compressed, allocated
 from shardengine.kernels.factored import Factored
 from shardengine.kernels.moments import BLOCK, KEPT_IN, REMAINDER, SCALE
 from shardengine.kernels.random_bits import Noise
@@ -147,16 +147,12 @@ def compress(
     noise: Noise | None = None,
     first: int = 0,
     saturated: Tensor | None = None,
+    out: Compressed | None = None,
 ) -> Compressed:
     """See ``operations.compress``."""
     _require("compress", {"values": values}, flat=("values",))
     _require_scalar("compress", "saturated", saturated, torch.int64)
-    count = values.numel()
-    if kind in FLOATS:
-        return Compressed(kind, count, block, torch.empty(count, dtype=FLOATS[kind], device=_META))
-    length, dtype = (-(-count // 2), torch.uint8) if kind == "int4" else (count, torch.int8)
-    scales = torch.empty(-(-count // block), dtype=torch.float32, device=_META)
-    return Compressed(kind, count, block, torch.empty(length, dtype=dtype, device=_META), scales)
+    return allocated(kind, values.numel(), block, _META) if out is None else out
 
 
 def decompress(compressed: Compressed, out: Tensor) -> None:
@@ -164,6 +160,16 @@ def decompress(compressed: Compressed, out: Tensor) -> None:
     _require("decompress", {"out": out}, flat=("out",))
     if out.numel() != compressed.length:
         raise ValueError(f"decompress: expected out to have {compressed.length} elements, got {out.numel()}")
+
+
+def residual(values: Tensor, compressed: Compressed, out: Tensor, *, divisor: float = 1.0) -> None:
+    """See ``operations.residual``."""
+    _require("residual", {"values": values, "out": out}, flat=("values", "out"))
+    _require_lengths("residual", {"values": values, "out": out})
+    if out.numel() != compressed.length:
+        raise ValueError(f"residual: expected out to have {compressed.length} elements, got {out.numel()}")
+    if (values.dtype, out.dtype) != (torch.float32, torch.float32):
+        raise ValueError(f"residual: expected values and out in fp32, got {values.dtype} and {out.dtype}")
 
 
 def _numbered(name: str, tensors: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -310,24 +310,43 @@ def compress(
     noise: Noise | None = None,
     first: int = 0,
     saturated: Tensor | None = None,
+    out: Compressed | None = None,
 ) -> Compressed:
     """``values`` as "fp16", "bf16", "int8" or "int4", the latter two in blocks of ``block`` elements with a scale each,
     as in compression: [Note: Blocks of integers].
 
     A float that would overflow becomes the largest finite one and is counted in ``saturated`` (0-dim int64); what was
     not finite stays so. noise: rounds integers stochastically, keyed by the number of the element, which is ``first``
-    for values[0]. Shards are compressed as the whole would be if they are cut at multiples of ``block``.
+    for values[0]. Shards are compressed as the whole would be if they are cut at multiples of ``block``. out: memory
+    for the result, which may be parts of a message; it comes back.
     """
     if kind not in compression.FLOATS and kind not in compression.LEVELS:
         raise ValueError(f"compress: expected fp16, bf16, int8 or int4, got {kind!r}")
     if block < 2 or block % 2:
         raise ValueError(f"compress: expected an even block of at least 2 elements, got {block}")
-    _require_one_device("compress", values.device, (saturated,))
+    if out is not None and not compression.is_as_allocated(out, kind, values.numel(), block):
+        raise ValueError(
+            f"compress: expected out as it would come back, for {kind!r}, {values.numel()} elements and a block of "
+            f"{block}, contiguous, got {_described(out)}"
+        )
+    _require_one_device("compress", values.device, (saturated, *(out or ())[3:]))
     module = implementation(values.device) or compression
-    return module.compress(values, kind, block=block, noise=noise, first=first, saturated=saturated)
+    return module.compress(values, kind, block=block, noise=noise, first=first, saturated=saturated, out=out)
 
 
 def decompress(compressed: Compressed, out: Tensor) -> None:
     """The opposite, rounded to ``out``'s dtype."""
     _require_one_device("decompress", out.device, (compressed.values, compressed.scales))
     (implementation(out.device) or compression).decompress(compressed, out)
+
+
+def residual(values: Tensor, compressed: Compressed, out: Tensor, *, divisor: float = 1.0) -> None:
+    """``out`` = what ``compressed`` does not say of ``values``: values - ``decompress``, 0 where that is not finite,
+    / ``divisor``, each rounded to fp32. values, out: fp32, different memory."""
+    _require_one_device("residual", out.device, (values, compressed.values, compressed.scales))
+    (implementation(out.device) or compression).residual(values, compressed, out, divisor=divisor)
+
+
+def _described(compressed: Compressed) -> str:
+    tensors = [None if each is None else (tuple(each.shape), each.dtype) for each in compressed[3:]]
+    return f"{compressed.kind!r}, {compressed.length} elements and a block of {compressed.block} in {tensors}"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardengine.kernels import Noise, Rule, Spans, compression, moments, reference, reference_update
+from shardengine.kernels import Compressed, Noise, Rule, Spans, compression, moments, reference, reference_update
 from shardengine.kernels import triton as kernels
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -241,10 +241,31 @@ def check_compress(
     if found.scales is not None and expected.scales is not None:
         assert_same(found.scales, expected.scales, ("scales", *what))
     assert_same(counter_there, counter, ("saturated", *what))
+    into = found._replace(values=placed(torch.zeros_like(found.values), device))
+    if found.scales is not None:
+        into = into._replace(scales=placed(torch.zeros_like(found.scales), device))
+    again = kernels.compress(placed(values, device), kind, block=block, noise=noise, first=first, out=into)
+    assert again is into
+    for given, made in zip(into[3:], found[3:], strict=True):
+        if given is not None and made is not None:
+            assert_same(given, made.cpu(), ("into given memory", *what))
+            assert (around(given) == 7).all()
+    check_residual(device, values.float() + 1, found, expected)
     for dtype in backs:
         out = torch.zeros(values.numel(), dtype=dtype)
         out_there = placed(out, device)
         compression.decompress(expected, out)
         kernels.decompress(found, out_there)
         assert_same(out_there, out, ("back", dtype, *what))
+        assert (around(out_there) == 7).all()
+
+
+def check_residual(device: torch.device, values: Tensor, found: Compressed, expected: Compressed) -> None:
+    """What either lacks of ``values``."""
+    for divisor in (1.0, 2.0**16):
+        out = torch.zeros_like(values)
+        out_there = placed(out, device)
+        compression.residual(values, expected, out, divisor=divisor)
+        kernels.residual(placed(values, device), found, out_there, divisor=divisor)
+        assert_same(out_there, out, ("residual", divisor, found[:3]))
         assert (around(out_there) == 7).all()

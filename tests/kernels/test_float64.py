@@ -10,9 +10,9 @@ from torch import Tensor
 
 from shardengine.kernels import Spans, native, rule_for
 from tests.kernels.native_cases import OPTIONS, drawn
-from tests.kernels.test_native import forced, pytestmark
+from tests.kernels.test_native import pytestmark
 
-__all__ = ["forced", "pytestmark"]  # a fixture and the skip without a compiler
+__all__ = ["pytestmark"]  # the skip without a compiler
 Exact = dict[str, tuple[Tensor, Tensor]]
 """Per result its value in float64 and the size of what is added up in it, which an ulp is taken of."""
 LENGTH = 20_000

@@ -77,8 +77,13 @@ CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
         for length, dtype in ((0, FP32), (33, BF16), (64, FP32))
     ],
     *[
-        ("decompress", (compression.compress(torch.ones(33), kind, block=16), torch.ones(33, dtype=BF16)), {})
+        (name, (*values, compression.compress(torch.ones(33), kind, block=16), torch.ones(33, dtype=dtype)), {})
+        for name, values, dtype in (("decompress", (), BF16), ("residual", (torch.ones(33),), FP32))
         for kind in ("fp16", "bf16", "int8", "int4")
+    ],
+    *[
+        ("compress", (torch.ones(33), kind), {"out": compression.compress(torch.ones(33), kind)})
+        for kind in ("fp16", "int4")
     ],
 ]
 
@@ -160,7 +165,11 @@ WHOLE = Spans([(0, 8)])
         (lambda: kernels.update(ALL, Spans([(4, 9)]), ADAM), "spans inside of 8 elements"),
         (lambda: kernels.update(ALL, WHOLE, ADAM, skip=Y), "skip to be 0-dim"),
         (lambda: kernels.compress(Y, "int8", saturated=torch.ones((), device=META)), "saturated to be 0-dim"),
+        (lambda: kernels.compress(Y, "int8", out=kernels.compress(SHORT, "int8")), "out as it would come back"),
         (lambda: kernels.decompress(kernels.compress(Y, "int8"), SHORT), "out to have 8 elements"),
+        (lambda: kernels.residual(SHORT, kernels.compress(Y, "int8"), SHORT.clone()), "out to have 8 elements"),
+        (lambda: kernels.residual(Y, kernels.compress(Y, "int8"), SHORT), "tensors of one length"),
+        (lambda: kernels.residual(Y, kernels.compress(Y, "int8"), Y.half()), "values and out in fp32"),
     ],
 )
 def test_what_a_real_call_could_not_do_is_an_error(call: Callable[[], object], words: str) -> None:
@@ -179,7 +188,9 @@ def test_what_a_real_call_could_not_do_is_an_error(call: Callable[[], object], w
         lambda: kernels.update({**ALL, "weight": X}, WHOLE, ADAM),
         lambda: kernels.update(dict.fromkeys(ALL, X), WHOLE, ADAM, factor=torch.ones((), device=META)),
         lambda: kernels.compress(X, "fp16", saturated=torch.zeros((), dtype=torch.int64, device=META)),
+        lambda: kernels.compress(X, "int8", out=kernels.compress(Y, "int8")),
         lambda: kernels.decompress(kernels.compress(Y, "int8"), X),
+        lambda: kernels.residual(Y, kernels.compress(X, "int8"), X),
     ],
 )
 def test_tensors_of_several_devices_are_refused_before_an_address_is_read(call: Callable[[], object]) -> None:

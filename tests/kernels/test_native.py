@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import random
 import zlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardengine.kernels import Span, Spans, checksums, native, operations, reference
-from shardengine.kernels.native import build, calls, library
+from shardengine.kernels.native import build, calls
 from shardengine.kernels.random_bits import Noise
 from shardengine.kernels.rules import rule_for
 from tests.kernels.native_cases import (
@@ -34,35 +33,6 @@ pytestmark = pytest.mark.skipif(isinstance(build.find_compiler(), str), reason="
 SIZES = [*range(70), *range(70, 4097, 67), 511, 512, 513, 1023, 1024, 1025, 2047, 2049, 4095, 4096, 4097]
 LONG = 1_200_007
 """More elements than two threads begin to share, and no multiple of anything."""
-
-
-class _Forbidden:
-    """Stands for the reference where the library has to answer itself."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise AssertionError(f"the native kernels went to the reference for {name}")
-
-
-@pytest.fixture(params=library.INSTRUCTION_SETS)
-def forced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Each instruction set in turn, without a way out to the reference."""
-    loaded = library.load()
-    assert loaded is not None
-    number = loaded.number_of(request.param.encode())
-    if number < 0:
-        pytest.skip(f"{request.param}: this processor or library lacks it")
-    monkeypatch.setattr(calls, "load", lambda: loaded._replace(instruction_set=number))
-    monkeypatch.setattr(calls, "reference", _Forbidden())
-    monkeypatch.setattr(calls, "reference_update", _Forbidden())
-    return str(request.param)
-
-
-@pytest.fixture
-def threads() -> Iterator[Any]:
-    """``torch.set_num_threads``, undone afterwards."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 def check_update(case: Case) -> None:
@@ -338,6 +308,15 @@ def test_what_the_library_has_no_body_for_goes_to_the_reference() -> None:
     out = torch.zeros(5, dtype=torch.float64)
     native.ordered_sum([torch.ones(5, dtype=torch.float64)], out)
     assert out.tolist() == [1.0] * 5
+    native.flatten([torch.ones(2, dtype=torch.float64)], [3], out)
+    assert out.tolist() == [0.0, 0.0, 0.0, 1.0, 1.0]
+    made = native.compress(values.reshape(-1)[::2], "int8", block=4)
+    native.decompress(made, out[:0].new_empty(12))
+    back = torch.empty(24)[::2]
+    native.decompress(made, back)
+    assert torch.equal(back.round(), values.reshape(-1)[::2])
+    native.residual(values.reshape(-1)[::2], made, back)
+    assert (back.abs() < 0.1).all()
     case = some_case(1, 64, "Adam")
     flats = {name: flat.float().repeat_interleave(2)[::2] for name, flat in case.flats.items()}
     native.update(flats, Spans([(0, 64)]), case.rule)

@@ -9,15 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardengine.ddp.comm_hooks.hook import CommHook
-from shardengine.kernels import Compressed, compress, decompress
+from shardengine.ddp.comm_hooks.hook import CompressedHook
+from shardengine.kernels import Compressed
 
 BLOCK = 256
 _SCALE = 4
 """Bytes of a scale."""
 
 
-class BlockHook(CommHook):
+class BlockHook(CompressedHook):
     """Gradients in 8 or 4 bits, and 4 bytes per block; complete ones are as without a hook."""
 
     block = BLOCK
@@ -30,19 +30,8 @@ class BlockHook(CommHook):
         """Integers, then scales."""
         return elements // self._per_byte + elements // BLOCK * _SCALE
 
-    def encode(self, full: Tensor, receivers: int, out: Tensor) -> None:
-        """Each message has its integers, then its scales."""
-        coded = compress(full, self.name, block=BLOCK)
-        if coded.scales is None:
-            raise TypeError(f"{self.name} has no scales")
-        integers = full.numel() // receivers // self._per_byte
-        rows = out.view(receivers, -1)
-        rows[:, :integers].copy_(coded.values.view(torch.uint8).view(receivers, -1))
-        rows[:, integers:].copy_(coded.scales.view(torch.uint8).view(receivers, -1))
-
-    def decode(self, message: Tensor, out: Tensor) -> None:
-        """Integers times scales, each rounded once."""
-        integers = out.numel() // self._per_byte
+    def compressed(self, message: Tensor, elements: int) -> Compressed:
+        """Integers, then scales, which lie at multiples of four bytes where the message does."""
+        integers = elements // self._per_byte
         values = message[:integers] if self._per_byte == 2 else message[:integers].view(torch.int8)
-        scales = message[integers:].clone().view(torch.float32)
-        decompress(Compressed(self.name, out.numel(), BLOCK, values, scales), out)
+        return Compressed(self.name, elements, BLOCK, values, message[integers:].view(torch.float32))

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardengine.ddp.comm_hooks.hook import CommHook, Part, Used
+from shardengine.ddp.comm_hooks.hook import CommHook, CompressedHook, Part, Used
+from shardengine.kernels import residual
 
 
 class ErrorFeedback(CommHook):
@@ -21,7 +22,7 @@ class ErrorFeedback(CommHook):
 
     keeps_errors = True
 
-    def __init__(self, inner: CommHook) -> None:
+    def __init__(self, inner: CompressedHook) -> None:
         self._inner = inner
         self.name = f"{inner.name} with error feedback"
         self.wire, self.block, self.sends = inner.wire, inner.block, inner.sends
@@ -57,19 +58,11 @@ class ErrorFeedback(CommHook):
         """Keep the error of this one."""
         error = self.errors[bucket]
         waiting = [(start, end, error[start:end].clone()) for start, end in between(used, len(error))]
-        for part, message in zip(error.chunk(len(messages)), messages, strict=True):
-            self._inner.decode(message, part)
-        torch.sub(full, error, out=error)
-        keep(error, self._scale)
+        count = len(messages)
+        for said, part, message in zip(full.chunk(count), error.chunk(count), messages, strict=True):
+            residual(said, self._inner.compressed(message, part.numel()), part, divisor=self._scale)
         for start, end, values in waiting:
             error[start:end] = values
-
-
-def keep(error: Tensor, scale: float) -> None:
-    """Of gradients that are multiplied with ``scale``: without it, and what is not finite is forgotten."""
-    error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-    if scale != 1:
-        error.div_(scale)
 
 
 def between(used: Used, end: int) -> Used:

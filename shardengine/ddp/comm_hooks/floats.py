@@ -5,13 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardengine.ddp.comm_hooks.hook import CommHook
-from shardengine.kernels import compress
+from shardengine.ddp.comm_hooks.hook import CompressedHook
+from shardengine.kernels import Compressed
 
+_BLOCK = 2
+"""Floats have none; the smallest that there is."""
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-class FloatHook(CommHook):
+class FloatHook(CompressedHook):
     """Gradients in ``name``'s dtype, complete ones, too."""
 
     def __init__(self, name: str) -> None:
@@ -22,10 +24,10 @@ class FloatHook(CommHook):
         """Two for each."""
         return 2 * elements
 
-    def encode(self, full: Tensor, receivers: int, out: Tensor) -> None:
+    def compressed(self, message: Tensor, elements: int) -> Compressed:
         """Element by element."""
-        out.view(self._dtype).copy_(compress(full, self.name).values)
+        return Compressed(self.name, elements, _BLOCK, message.view(self._dtype))
 
-    def decode(self, message: Tensor, out: Tensor) -> None:
-        """Exact."""
-        out.copy_(message.view(self._dtype))
+    def encode(self, full: Tensor, receivers: int, out: Tensor) -> None:
+        """All at once: messages lie together as elements do."""
+        super().encode(full, 1, out)

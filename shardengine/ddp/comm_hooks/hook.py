@@ -22,6 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardengine.kernels import Compressed, compress, decompress
+
 
 class Part(NamedTuple):
     """A parameter's place in a bucket. parameter: its index · start, numel: its elements in the full-size gradient ·
@@ -106,6 +108,24 @@ class CommHook:
 
     def after(self, bucket: int, full: Tensor, messages: Tensor, used: Used) -> None:
         """``full`` was encoded as ``messages``; it is used no more."""
+
+
+class CompressedHook(CommHook):
+    """A message is what ``kernels.compress`` makes of a slice, laid out as ``compressed`` says."""
+
+    def compressed(self, message: Tensor, elements: int) -> Compressed:
+        """A message for so many elements, as parts of its own memory; ``self.name`` is the kind."""
+        raise NotImplementedError
+
+    def encode(self, full: Tensor, receivers: int, out: Tensor) -> None:
+        """Slice by slice, into the messages."""
+        for part, message in zip(full.chunk(receivers), out.chunk(receivers), strict=True):
+            into = self.compressed(message, part.numel())
+            compress(part, self.name, block=into.block, out=into)
+
+    def decode(self, message: Tensor, out: Tensor) -> None:
+        """Rounded once to the dtype of ``out``."""
+        decompress(self.compressed(message, out.numel()), out)
 
 
 class Messages:

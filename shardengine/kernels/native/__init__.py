@@ -1,7 +1,7 @@
 """The operations on a CPU, by a C++ library that any g++ or clang++ builds at its first use: the reference's bits.
 
 ``load`` says whether the library is there; without it nothing in here but ``load`` may be called. What has no native
-body stays torch's. Must not know: who calls.
+body (``unflatten``, fp64, tensors that are not contiguous) stays torch's. Must not know: who calls.
 
     source/      C++ with a C interface, no headers of torch or Python; compiled once per instruction set in one library
     build.py     source → library file, cached
@@ -10,12 +10,15 @@ body stays torch's. Must not know: who calls.
     processor.py a second opinion on the processor, for `shardengine env`
 """
 
-from shardengine.kernels.compression import compress, decompress
 from shardengine.kernels.native.calls import (
+    compress,
     crc32,
+    decompress,
     direction_of_slice,
     exact_sum_of_squares,
+    flatten,
     ordered_sum,
+    residual,
     squares_of_direction,
     squares_of_slice,
     step_along,
@@ -23,7 +26,7 @@ from shardengine.kernels.native.calls import (
     update,
 )
 from shardengine.kernels.native.library import load
-from shardengine.kernels.reference import flatten, unflatten
+from shardengine.kernels.reference import unflatten
 
 __all__ = [
     "compress",
@@ -34,6 +37,7 @@ __all__ = [
     "flatten",
     "load",
     "ordered_sum",
+    "residual",
     "squares_of_direction",
     "squares_of_slice",
     "step_along",

@@ -72,6 +72,32 @@ class Direction(ctypes.Structure):
     )
 
 
+class CopyArguments(ctypes.Structure):
+    """One call of ``shardengine_flatten``."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("addresses", "starts", "lengths")),
+        *((name, ctypes.c_int64) for name in ("count", "length")),
+        ("out", ctypes.c_void_p),
+        *((name, ctypes.c_int32) for name in ("type", "out_type")),
+        ("scale", ctypes.c_float),
+        *((name, ctypes.c_int32) for name in ("adds", "streams")),
+    )
+
+
+class CodingArguments(ctypes.Structure):
+    """One call of ``shardengine_compress`` or ``shardengine_decompress``."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("wide", "codes", "scales", "whole", "saturated")),
+        *((name, ctypes.c_int64) for name in ("count", "block", "first")),
+        *((name, ctypes.c_int32) for name in ("wide_type", "code_type", "levels")),
+        ("divisor", ctypes.c_float),
+        ("noisy", ctypes.c_int32),
+        *((name, ctypes.c_uint32) for name in ("key_0", "key_1")),
+    )
+
+
 class Library(NamedTuple):
     """The C functions. number_of: the name of an instruction set → its number, negative where it cannot be used; the
     others take such a number first, as a rule ``instruction_set``, and then how many threads; crc32 takes none.
@@ -87,6 +113,9 @@ class Library(NamedTuple):
     squares: Any
     exact_squares: Any
     direction: Any
+    flatten: Any
+    compress: Any
+    decompress: Any
     fast_crc32: bool
 
 
@@ -143,8 +172,8 @@ def _checked(built: build.Built) -> ctypes.CDLL:
     finally:
         if built.temporary:  # what is loaded stays
             shutil.rmtree(built.path.parent, ignore_errors=True)
-    structures = (UpdateArguments, SumArguments, RowArguments, Direction)
-    expected = functools.reduce(lambda sizes, each: sizes << 12 | ctypes.sizeof(each), structures, 0)
+    structures = (UpdateArguments, SumArguments, RowArguments, Direction, CopyArguments, CodingArguments)
+    expected = functools.reduce(lambda sizes, each: sizes << 8 | ctypes.sizeof(each) // 8, structures, 0)
     if (key, sizes) != (build.source_key(), expected):
         raise _Unusable(f"{built.path} says that it is {key} with structures {sizes:x}, expected {expected:x}")
     return opened
@@ -169,6 +198,11 @@ def _bound(opened: ctypes.CDLL) -> Library:
     exactly.argtypes = (*counts, pointer, ctypes.c_int64, pointer)
     direction.argtypes = (*counts, ctypes.POINTER(RowArguments), ctypes.POINTER(Direction), pointer)
     of_rows.restype, exactly.restype, direction.restype = None, None, None
+    flatten, compress = opened.shardengine_flatten, opened.shardengine_compress
+    decompress = opened.shardengine_decompress
+    flatten.argtypes = (*counts, ctypes.POINTER(CopyArguments))
+    compress.argtypes = decompress.argtypes = (*counts, ctypes.POINTER(CodingArguments))
+    flatten.restype, compress.restype, decompress.restype = None, None, None
     name = os.environ.get("SHARDENGINE_ISA", "")
     if name and name not in INSTRUCTION_SETS:
         raise UsageError(f"SHARDENGINE_ISA: expected one of {', '.join(INSTRUCTION_SETS)}, got {name!r}")
@@ -177,4 +211,7 @@ def _bound(opened: ctypes.CDLL) -> Library:
         why = "this processor lacks it" if chosen == -2 else "the library for this processor family has no such body"
         raise UsageError(f"SHARDENGINE_ISA={name}: {why}; leave it out to have the best one that is there")
     fast_crc32 = bool(opened.shardengine_fast_crc32(chosen))
-    return Library(chosen, number_of, update, ordered_sum, squares, crc32, of_rows, exactly, direction, fast_crc32)
+    return Library(
+        chosen, number_of, update, ordered_sum, squares, crc32, of_rows, exactly, direction, flatten, compress,
+        decompress, fast_crc32,
+    )  # fmt: skip

@@ -21,7 +21,7 @@ from shardengine.kernels.factored import (
     squares_of_slice,
     step_along,
 )
-from shardengine.kernels.triton.compressing import compress, decompress
+from shardengine.kernels.triton.compressing import compress, decompress, residual
 from shardengine.kernels.triton.copies import flatten, unflatten
 from shardengine.kernels.triton.sums import ordered_sum, sum_of_squares
 from shardengine.kernels.triton.updating import update
@@ -33,6 +33,7 @@ __all__ = [
     "exact_sum_of_squares",
     "flatten",
     "ordered_sum",
+    "residual",
     "squares_of_direction",
     "squares_of_slice",
     "step_along",

@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.language import constexpr
 from triton.language import tensor as Value
 
-from shardengine.kernels.compression import FLOATS, LEVELS, Compressed
+from shardengine.kernels.compression import FLOATS, LEVELS, Compressed, allocated, subtract
 from shardengine.kernels.random_bits import Noise
 from shardengine.kernels.triton.launching import blocks_of, is_finite, launch, nearest, random_words, signed, wide
 
@@ -29,26 +29,22 @@ def compress(
     noise: Noise | None = None,
     first: int = 0,
     saturated: Tensor | None = None,
+    out: Compressed | None = None,
 ) -> Compressed:
     """See ``operations.compress``."""
     count = values.numel()
+    out = allocated(kind, count, block, values.device) if out is None else out
     if kind in FLOATS:
-        made = torch.empty(count, dtype=FLOATS[kind], device=values.device)
-        launch(_saturate_kernel, blocks_of(count, BLOCK), values, values, made, saturated, count,
+        launch(_saturate_kernel, blocks_of(count, BLOCK), values, values, out.values, saturated, count,
                LARGEST=torch.finfo(FLOATS[kind]).max, BLOCK=BLOCK, num_warps=WARPS)  # fmt: skip
-        return Compressed(kind, count, block, made)
-    packed = kind == "int4"
-    made = torch.empty(
-        (count + 1) // 2 if packed else count, dtype=torch.uint8 if packed else torch.int8, device=values.device
-    )
-    scales = torch.empty(blocks_of(count, block), dtype=torch.float32, device=values.device)
+        return out
     width = triton.next_power_of_2(block)
     rows = max(1, BLOCK // width)
     k0, k1 = (signed(word) for word in noise.key) if noise is not None else (0, 0)
-    launch(_integers_kernel, blocks_of(count, rows * block), values, values, made, scales, count, first, k0, k1,
-           LEVELS=LEVELS[kind], PACKED=packed, NOISE=noise is not None, BLOCK=block, WIDTH=width, ROWS=rows,
-           num_warps=WARPS)  # fmt: skip
-    return Compressed(kind, count, block, made, scales)
+    launch(_integers_kernel, blocks_of(count, rows * block), values, values, out.values, out.scales, count, first,
+           k0, k1, LEVELS=LEVELS[kind], PACKED=kind == "int4", NOISE=noise is not None, BLOCK=block, WIDTH=width,
+           ROWS=rows, num_warps=WARPS)  # fmt: skip
+    return out
 
 
 def decompress(compressed: Compressed, out: Tensor) -> None:
@@ -56,6 +52,12 @@ def decompress(compressed: Compressed, out: Tensor) -> None:
     kind, count, block, values, scales = compressed
     launch(_widen_kernel, blocks_of(count, BLOCK), out, values, scales, out, count, PACKED=kind == "int4", EACH=block,
            BLOCK=BLOCK, num_warps=WARPS)  # fmt: skip
+
+
+def residual(values: Tensor, compressed: Compressed, out: Tensor, *, divisor: float = 1.0) -> None:
+    """See ``operations.residual``: torch subtracts."""
+    decompress(compressed, out)
+    subtract(values, out, divisor)
 
 
 @triton.jit

@@ -59,3 +59,29 @@ struct SumArguments {
     int32_t total_type, out_type, rounded_type, reduce_type;
     float divisor;
 };
+
+// Tensors of one type that lie in `out`, between zeros or, where they are added, what is there.
+struct CopyArguments {
+    const int64_t *addresses, *starts, *lengths;  // of the tensors, ascending
+    int64_t count, length;                        // of tensors, of `out`
+    void *out;
+    int32_t type, out_type;
+    float scale;
+    int32_t adds, streams;
+};
+
+static constexpr int32_t LEVELS_OF_INT4 = 7;
+
+// Numbers and what is made of them in fewer bits.
+struct CodingArguments {
+    void *wide;           // the numbers: only read where they are compressed
+    void *codes;          // halves, or integers of `levels` to either side
+    float *scales;        // of blocks of integers
+    const float *whole;   // decompressed numbers are taken from these, what is left is divided; null: they are not
+    int64_t *saturated;   // null: not counted
+    int64_t count, block, first;
+    int32_t wide_type, code_type, levels;  // levels: 0 for halves
+    float divisor;
+    int32_t noisy;
+    uint32_t key_0, key_1;
+};

@@ -9,9 +9,12 @@ namespace BODY {
 #include "sums.h"
 #include "updates.h"
 #include "factored.h"
+#include "copies.h"
+#include "compressing.h"
 
 static const Bodies bodies = {
     update, ordered_sum, squares_of_block, sum_of_blocks, squares_of_rows, squares_of_columns, exact_squares, direction_of_rows,
+    flatten, compress_floats, compress_blocks, decompress_floats, decompress_blocks,
 };
 }  // namespace BODY
 

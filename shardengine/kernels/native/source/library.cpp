@@ -1,5 +1,5 @@
-// The C interface: which instruction set, how the work is shared, and nothing of the arithmetic, which is in updates.h
-// and sums.h and is compiled once per instruction set. No library but libc and libm's square root.
+// The C interface: which instruction set, how the work is shared, and nothing of the arithmetic, which is in the files
+// that bodies.h names and is compiled once per instruction set. No library but libc and libm's square root.
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -16,6 +16,7 @@
 #include "threads.h"
 
 #if defined(__x86_64__)  // immintrin.h alone would take as long to compile as all of this
+typedef float FourFloats __attribute__((vector_size(16)));
 typedef float EightFloats __attribute__((vector_size(32)));
 typedef uint32_t EightWords __attribute__((vector_size(32)));
 typedef int EightInts __attribute__((vector_size(32)));
@@ -48,6 +49,11 @@ struct Bodies {
     void (*squares_of_columns)(const RowArguments &, int64_t, int64_t);
     void (*exact_squares)(const float *, int64_t, double *, double *);
     void (*direction_of_rows)(const RowArguments &, const Direction &, double *, int64_t, int64_t);
+    void (*flatten)(const CopyArguments &, int64_t, int64_t);
+    void (*compress_floats)(const CodingArguments &, int64_t, int64_t);
+    void (*compress_blocks)(const CodingArguments &, int64_t, int64_t);
+    void (*decompress_floats)(const CodingArguments &, int64_t, int64_t);
+    void (*decompress_blocks)(const CodingArguments &, int64_t, int64_t);
 };
 
 #define BODY scalar
@@ -110,7 +116,14 @@ static constexpr int64_t LINE = 64;        // elements that no two threads share
 
 EXPORTED const char *shardengine_key() { return SHARDENGINE_KEY; }
 
-EXPORTED int64_t shardengine_sizes() { return ((sizeof(UpdateArguments) << 12 | sizeof(SumArguments)) << 12 | sizeof(RowArguments)) << 12 | sizeof(Direction); }
+// Of the structures, in units of 8 bytes, each in 8 bits.
+EXPORTED int64_t shardengine_sizes() {
+    constexpr size_t sizes[] = {sizeof(UpdateArguments), sizeof(SumArguments), sizeof(RowArguments), sizeof(Direction),
+                                sizeof(CopyArguments), sizeof(CodingArguments)};
+    int64_t all = 0;
+    for (const size_t size : sizes) all = all << 8 | static_cast<int64_t>(size / 8);
+    return all;
+}
 
 // The number of the instruction set called `name`; of the best one that this processor has where it is empty.
 // -1: not in this library, -2: this processor lacks it.
@@ -238,4 +251,33 @@ EXPORTED void shardengine_direction(
         if (sum) whole.add(own[0], own[1]);
     });
     if (sum) whole.give(sum);
+}
+
+EXPORTED void shardengine_flatten(int set, int threads, const CopyArguments *arguments) {
+    in_parallel(arguments->length, LINE, LEAST, threads, [&](int64_t begin, int64_t end) {
+        SETS[set].bodies->flatten(*arguments, begin, end);
+    });
+}
+
+// In pieces of elements, or of blocks where there are any.
+using CodingBody = void (*)(const CodingArguments &, int64_t, int64_t);
+
+static void in_pieces(int threads, const CodingArguments &a, CodingBody of_floats, CodingBody of_blocks) {
+    const auto blocks = [&](int64_t begin, int64_t end) { of_blocks(a, begin, end); };
+    const auto elements = [&](int64_t begin, int64_t end) { of_floats(a, begin, end); };
+    const int64_t granule = at_least_one(LINE * 2 / a.block);  // 64 bytes of int4
+    if (a.levels)
+        in_parallel((a.count + a.block - 1) / a.block, granule, at_least_one(LEAST / a.block), threads, blocks);
+    else
+        in_parallel(a.count, LINE, LEAST, threads, elements);
+}
+
+EXPORTED void shardengine_compress(int set, int threads, const CodingArguments *arguments) {
+    const Bodies &bodies = *SETS[set].bodies;
+    in_pieces(threads, *arguments, bodies.compress_floats, bodies.compress_blocks);
+}
+
+EXPORTED void shardengine_decompress(int set, int threads, const CodingArguments *arguments) {
+    const Bodies &bodies = *SETS[set].bodies;
+    in_pieces(threads, *arguments, bodies.decompress_floats, bodies.decompress_blocks);
 }
