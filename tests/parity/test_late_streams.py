@@ -18,6 +18,7 @@ from torch._dynamo.utils import counters
 
 from shardengine.comm import Mesh
 from tests.parity.late_cases import (
+    APART,
     LEAVES,
     OPTIONS,
     PLACES,
@@ -140,7 +141,7 @@ def test_what_is_compiled_is_judged(backend: str) -> None:
 def possible(stage: str, micros: int, precision: str, place: str, options: str, stream: str, around: str) -> bool:
     """What a config can say."""
     weights = place in PLACES_OF_WEIGHTS
-    if weights and stage not in ("3", "3k"):
+    if options in APART or (weights and stage not in ("3", "3k")):
         return False
     if options == "weights later" and stage not in ("1", "2"):
         return False

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardengine.comm import wire
+from shardengine.comm.frames import FRAME
 from tests.support import cases
 from tests.support.forks import NO_NETWORK, Forks
 from tests.support.ranks import RankPool
@@ -161,7 +162,8 @@ def _hybrid_bytes_per_step(stage: str, sizes: Sizes, micros: int, reductions: in
 
 @dataclass
 class Counter:
-    """Bytes that this rank sends at the algorithm's minimum. ``control``: payloads of messages of bytes (uint8)."""
+    """Bytes that this rank sends at the algorithm's minimum. ``control``: payloads of control messages, as their
+    frames say."""
 
     data: int = 0
     control: list[int] = field(default_factory=list)
@@ -174,7 +176,8 @@ class Counter:
 
     def add(self, tensor: Tensor, sent: int) -> None:
         if tensor.dtype is torch.uint8:
-            self.control.append(tensor.nbytes)
+            assert tensor.nbytes == FRAME, "a message of this length fits into one frame"
+            self.control.append(int(tensor[:4].view(torch.int32)))
         else:
             self.data += sent
 
@@ -203,10 +206,7 @@ def _all_reduce(counter: Counter, a: Mapping[str, Any], ranks: int) -> None:
 def _broadcast(counter: Counter, a: Mapping[str, Any], ranks: int) -> None:
     if a["group_src"] != dist.get_rank(a["group"]):
         return
-    if a["group"] is cases.mesh_of_this_process().control:  # the order of gradients, once
-        counter.control.append(a["tensor"].nbytes)
-    else:  # bf16 travels as bytes, so uint8 is no sign of control data here
-        counter.data += a["tensor"].nbytes * (ranks - 1)
+    counter.data += a["tensor"].nbytes * (ranks - 1)  # bf16 travels as bytes: uint8 is no sign of control data here
 
 
 RULES: dict[str, Callable[[Counter, Mapping[str, Any], int], None]] = {
