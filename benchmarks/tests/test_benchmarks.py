@@ -21,7 +21,7 @@ from benchmarks.peers import DEEPSPEED_INSTALL
 from benchmarks.phases import PARTS, BlockedClock, StepTimes, breakdown, slowest
 from benchmarks.ranks import groups_of
 from benchmarks.reporting import RESULTS, Ratio, paired_ratio, short_cpu_name, table, verdict, write_result
-from benchmarks.step import check_losses, chosen_variants, default_targets, parse, summarise, write
+from benchmarks.step import check_losses, chosen_variants, default_targets, main, parse, summarise, write
 from benchmarks.variants import VARIANTS, missing
 from benchmarks.workload import REFERENCE, Setting, batch_of, make_model
 from tests.support import HANG_S
@@ -256,18 +256,13 @@ def test_import_ms_reports_a_failing_import(tmp_path: Path) -> None:
         import_ms("import no_such_module", str(tmp_path))
 
 
-def run_step(*options: str) -> dict:
-    """Run the tiny benchmark in a process of its own and return its JSON."""
-    size = ["--layers", "1", "--hidden", "64", "--vocabulary", "96", "--sequence", "8", "--batch", "2"]
-    command = [sys.executable, "-m", "benchmarks.step", "--json", *size, *options]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG_S)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+SMALL = ["--json", "--layers", "1", "--hidden", "64", "--vocabulary", "96", "--sequence", "8", "--batch", "2"]
 
 
-def test_step_times_every_variant(tmp_path: Path) -> None:
-    result = run_step("--rounds", "2", "--warmup", "1", "--target", "ddp=1.0")
+@pytest.mark.usefixtures("forked_ranks")
+def test_step_times_every_variant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--rounds", "2", "--warmup", "1", "--target", "ddp=1.0"]) == 0
+    result = json.loads(capsys.readouterr().out)
     assert list(result["variants"]) == [name for name in VARIANTS if name not in missing(list(VARIANTS))]
     for row in result["variants"].values():
         assert len(row["seconds"]) == 2 and row["fraction_of_limit"] > 0
@@ -308,6 +303,11 @@ def test_every_competitor_trains_what_ddp_trains(name: str, pools: Callable[[int
 
 
 def test_step_measures_peak_memory_per_variant() -> None:
-    result = run_step("--rss", "--variants", "compute", "--ranks", "1")
+    """As a command, with a rank that is a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.step", *SMALL, "--rss", "--variants", "compute", "--ranks", "1"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG_S)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
     row = result["variants"]["compute"]
     assert row["peak_rss_bytes"] >= row["steps_peak_bytes"] > row["before_bytes"] > 0
