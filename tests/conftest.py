@@ -47,6 +47,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """What libraries check at the end of a process is as without that."""
+    gc.unfreeze()
+
+
 # Tiers (tests/support/tiers.py)
 
 
