@@ -38,7 +38,7 @@ def run(code: str, **change: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_there_are_interpreted_tests() -> None:
-    assert FILES == sorted(file for files in PROCESSES for file in files)
+    assert sorted(file for files in PROCESSES for file in files) == FILES
 
 
 @pytest.fixture(scope="module")

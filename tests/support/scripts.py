@@ -30,6 +30,16 @@ def _script(
 ) -> None:
     join(rank, ranks, port)
     os.environ.update(environment)
+    _run_words(say, where, words)
+
+
+def _started(say: Any, rank: int, environments: list[dict[str, str]], where: str, words: list[str]) -> None:
+    os.environ.clear()
+    os.environ.update(environments[rank])
+    _run_words(say, where, words)
+
+
+def _run_words(say: Any, where: str, words: list[str]) -> None:
     sys.argv[:] = words
     with contextlib.chdir(where), contextlib.redirect_stdout(_Said(say)):
         runpy.run_path(words[0], run_name="__main__")
@@ -43,6 +53,14 @@ def printed(
     said = _run(forks, ranks, [script, *options], where, environment)
     assert all(words and words[-1] is None for words in said), said
     return "".join(word for words in said for word in words[:-1])
+
+
+def started(forks: Forks, environments: list[dict[str, str]], script: Path, *options: object, where: Path) -> list[str]:
+    """What each rank printed. environments: all variables of each, as whatever launcher has set them."""
+    words = [str(script), *map(str, options)]
+    said = forks.live(_started, environments, str(where), words, ranks=len(environments))
+    assert all(each and each[-1] is None for each in said), said
+    return ["".join(each[:-1]) for each in said]
 
 
 def died(forks: Forks, ranks: int, script: Path, *options: object, where: Path) -> str:
