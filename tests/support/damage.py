@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickle
 import random
 import shutil
 from collections.abc import Callable
@@ -56,8 +57,9 @@ def rest(engine: Any) -> str:
     ]
     scheduler = None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict()
     numbers = (engine.global_steps, engine.global_samples, engine.micro_steps, engine.optimizer.steps)
-    states = (torch.get_rng_state().tolist(), random.getstate(), str(numpy.random.get_state()))
-    return repr((options, scheduler, numbers, states))
+    _, keys, *others = numpy.random.get_state()
+    states = (torch.get_rng_state().numpy().tobytes(), pickle.dumps(random.getstate()), keys.tobytes(), others)  # type: ignore[union-attr]
+    return repr((options, scheduler, numbers, hashlib.sha256(repr(states).encode()).hexdigest()))
 
 
 def sign(place: Path, change: Callable[[dict[str, Any]], Any]) -> None:
