@@ -48,7 +48,7 @@ def running(
     """By file: the process that runs it, and the file with its output. Those that are asked for, all at once."""
     names = {item.name for item in request.session.items}
     asked = {file for file in FILES if names & {f"test_interpreted[{file}]", f"test_interpreted_{file[:-3]}"}}
-    started = {}
+    started: dict[str, tuple[subprocess.Popen[bytes], Path]] = {}
     # numpy, which the interpreter computes with, warns of infinities that are declared results
     options = ["-x", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning"]
     for files in PROCESSES:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import pickle
 import random
 import shutil
 from collections.abc import Callable
@@ -57,8 +56,8 @@ def rest(engine: Any) -> str:
     ]
     scheduler = None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict()
     numbers = (engine.global_steps, engine.global_samples, engine.micro_steps, engine.optimizer.steps)
-    _, keys, *others = numpy.random.get_state()
-    states = (torch.get_rng_state().numpy().tobytes(), pickle.dumps(random.getstate()), keys.tobytes(), others)  # type: ignore[union-attr]
+    of_numpy: Any = numpy.random.get_state()
+    states = [torch.get_rng_state().numpy().tobytes(), random.getstate(), of_numpy[1].tobytes(), of_numpy[2:]]
     return repr((options, scheduler, numbers, hashlib.sha256(repr(states).encode()).hexdigest()))
 
 

@@ -75,7 +75,7 @@ class Runs:
     """A model on the disk, and runs of programs over it."""
 
     def __init__(self, folder: Path, module: str, program: str, *, fresh: bool = True) -> None:
-        """module: with ``make_model``, ``Run`` and the programs · program: the one that ``log`` is of · fresh: as Forks."""
+        """module: with ``make_model``, ``Run`` and the programs · program: that ``log`` is of · fresh: see Forks."""
         self._forks = Forks(partial(_import, module), fresh=fresh)
         self._module = module
         self._program = program
