@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 
 gc.collect()
 gc.freeze()
+atexit.register(gc.unfreeze)  # libraries count what is left at the end of the process
