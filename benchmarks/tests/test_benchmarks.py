@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +21,6 @@ from benchmarks.reporting import RESULTS, Ratio, paired_ratio, short_cpu_name, t
 from benchmarks.step import check_losses, chosen_variants, default_targets, main, parse, summarise, write
 from benchmarks.variants import VARIANTS, missing
 from benchmarks.workload import REFERENCE, Setting, batch_of, make_model
-from tests.support import HANG_S
 from tests.support.ranks import RankPool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -302,12 +298,9 @@ def test_every_competitor_trains_what_ddp_trains(name: str, pools: Callable[[int
     assert train("compute") != pytest.approx(expected[0], rel=1e-5)  # so the bound does tell a missing reduction
 
 
-def test_step_measures_peak_memory_per_variant() -> None:
-    """As a command, with a rank that is a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.step", *SMALL, "--rss", "--variants", "compute", "--ranks", "1"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG_S)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+def test_step_measures_peak_memory_per_variant(capsys: pytest.CaptureFixture[str]) -> None:
+    """With a rank that is a process of its own, as users start it."""
+    assert main([*SMALL, "--rss", "--variants", "compute", "--ranks", "1"]) == 0
+    result = json.loads(capsys.readouterr().out)
     row = result["variants"]["compute"]
     assert row["peak_rss_bytes"] >= row["steps_peak_bytes"] > row["before_bytes"] > 0
