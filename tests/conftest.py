@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -38,6 +39,17 @@ def forks() -> Iterator[Forks]:
     forks = Forks()
     yield forks
     forks.end()
+
+
+def pytest_collection_finish() -> None:
+    """A collection of garbage looks at what tests made, not at every import and test."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """What libraries check at the end of a process is as without that."""
+    gc.unfreeze()
 
 
 # Tiers (tests/support/tiers.py)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,10 +18,9 @@ from benchmarks.peers import DEEPSPEED_INSTALL
 from benchmarks.phases import PARTS, BlockedClock, StepTimes, breakdown, slowest
 from benchmarks.ranks import groups_of
 from benchmarks.reporting import RESULTS, Ratio, paired_ratio, short_cpu_name, table, verdict, write_result
-from benchmarks.step import check_losses, chosen_variants, default_targets, parse, summarise, write
+from benchmarks.step import check_losses, chosen_variants, default_targets, main, parse, summarise, write
 from benchmarks.variants import VARIANTS, missing
 from benchmarks.workload import REFERENCE, Setting, batch_of, make_model
-from tests.support import HANG_S
 from tests.support.ranks import RankPool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -256,18 +252,13 @@ def test_import_ms_reports_a_failing_import(tmp_path: Path) -> None:
         import_ms("import no_such_module", str(tmp_path))
 
 
-def run_step(*options: str) -> dict:
-    """Run the tiny benchmark in a process of its own and return its JSON."""
-    size = ["--layers", "1", "--hidden", "64", "--vocabulary", "96", "--sequence", "8", "--batch", "2"]
-    command = [sys.executable, "-m", "benchmarks.step", "--json", *size, *options]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG_S)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+SMALL = ["--json", "--layers", "1", "--hidden", "64", "--vocabulary", "96", "--sequence", "8", "--batch", "2"]
 
 
-def test_step_times_every_variant(tmp_path: Path) -> None:
-    result = run_step("--rounds", "2", "--warmup", "1", "--target", "ddp=1.0")
+@pytest.mark.usefixtures("forked_ranks")
+def test_step_times_every_variant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--rounds", "2", "--warmup", "1", "--target", "ddp=1.0"]) == 0
+    result = json.loads(capsys.readouterr().out)
     assert list(result["variants"]) == [name for name in VARIANTS if name not in missing(list(VARIANTS))]
     for row in result["variants"].values():
         assert len(row["seconds"]) == 2 and row["fraction_of_limit"] > 0
@@ -307,7 +298,9 @@ def test_every_competitor_trains_what_ddp_trains(name: str, pools: Callable[[int
     assert train("compute") != pytest.approx(expected[0], rel=1e-5)  # so the bound does tell a missing reduction
 
 
-def test_step_measures_peak_memory_per_variant() -> None:
-    result = run_step("--rss", "--variants", "compute", "--ranks", "1")
+def test_step_measures_peak_memory_per_variant(capsys: pytest.CaptureFixture[str]) -> None:
+    """With a rank that is a process of its own, as users start it."""
+    assert main([*SMALL, "--rss", "--variants", "compute", "--ranks", "1"]) == 0
+    result = json.loads(capsys.readouterr().out)
     row = result["variants"]["compute"]
     assert row["peak_rss_bytes"] >= row["steps_peak_bytes"] > row["before_bytes"] > 0

@@ -248,6 +248,7 @@ def test_a_load_that_loses_the_optimizer_is_noticed(pools: Callable[[int], RankP
         assert "torch.save: step 2 after the load has loss" in said
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_tiny_run_reports_and_leaves_nothing_behind(
     pools: Callable[[int], RankPool],
     tmp_path: Path,

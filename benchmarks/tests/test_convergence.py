@@ -207,6 +207,7 @@ def few_blocks(vocabulary: int, length: int) -> Blocks:
     return Blocks(blocks.training, Rows(few, few))
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_tiny_training_in_three_precisions(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

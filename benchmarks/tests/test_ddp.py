@@ -12,6 +12,7 @@ from benchmarks import ddp
 TINY = "--layers 1 --hidden 64 --vocabulary 40 --sequence 8 --rounds 2 --warmup 1 --ranks 2 --json --no-write".split()
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_tiny_sweep(capsys: pytest.CaptureFixture[str]) -> None:
     assert ddp.main([*TINY, "--sweeps", (sweep := "sync")]) == 0
     run = json.loads(capsys.readouterr().out)["runs"][0]

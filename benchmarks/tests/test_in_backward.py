@@ -9,6 +9,7 @@ import pytest
 from benchmarks import in_backward
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_tiny_run(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["--rounds", "2", "--width", "8", "--layers", "3", "--rows", "2", "--json", "--no-write"]
     assert in_backward.main(asked) == 0

@@ -38,6 +38,7 @@ def test_what_is_not_installed_is_left_out_by_name(
         chosen(["DeepSpeed"])
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_tiny_run_proves_every_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = [name for name in LOADERS if name != "DeepSpeed"]
     options = ["--rounds", "1", "--hidden", "64", "--layers", "2", "--json", "--loaders", *names]

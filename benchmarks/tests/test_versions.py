@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TINY = ["--layers", "1", "--hidden", "64", "--rounds", "2", "--no-write", "--variants", "ours-2", "ours-3"]
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_version_that_trains_otherwise_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(ROOT / "shardengine", tmp_path / "shardengine")
     with (tmp_path / "shardengine" / "__init__.py").open("a", encoding="utf-8") as file:

@@ -1,4 +1,8 @@
-"""The examples run as their first line says, go on where they stopped, and survive the death of a rank."""
+"""The examples run as their first line says, go on where they stopped, and survive the death of a rank.
+
+Each is started once by torchrun itself; what it is compared with, and what dies, runs on ranks that are forked. That
+torchrun starts ranks again when one died is tests/app/test_torchrun.py.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,8 @@ import sys
 from pathlib import Path
 
 from tests.support import HANG_S
+from tests.support.forks import Forks
+from tests.support.scripts import died, printed
 
 ROOT = Path(__file__).parents[2]
 LOOP = ROOT / "examples" / "own_loop.py"
@@ -17,7 +23,7 @@ from shardengine.engine import Engine
 step = Engine.step
 def fated(self, **options):
     step(self, **options)
-    if self.global_steps == 17 and self.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if self.global_steps == 12:
         os.kill(os.getpid(), signal.SIGKILL)
 Engine.step = fated
 sys.argv = sys.argv[1:]
@@ -25,29 +31,35 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+def steps(text: str) -> list[str]:
+    """The steps that a loop printed."""
+    return [line for line in text.splitlines() if line.startswith("step ")]
+
+
 def run(where: Path, ranks: int, *script: object) -> list[str]:
     """The steps that the loop printed. ranks: started by torchrun; 0: by the script itself."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, "--max-restarts", 1]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
     done = subprocess.run(
         [*map(str, [sys.executable, *(torchrun if ranks else ()), *script])],
         cwd=where, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=HANG_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    return [line for line in done.stdout.splitlines() if line.startswith("step ")]
+    return steps(done.stdout)
 
 
-def test_a_ddp_script_prints_the_same_with_the_one_line_that_wraps(tmp_path: Path) -> None:
+def test_a_ddp_script_prints_the_same_with_the_one_line_that_wraps(forks: Forks, tmp_path: Path) -> None:
     script = ROOT / "examples" / "plain_torch_loop.py"
     shown = run(tmp_path, 2, script, "--steps", 31)
-    assert len(shown) == 4 and shown == run(tmp_path, 2, script, "--steps", 31, "--ddp")
+    assert len(shown) == 4 and shown == steps(printed(forks, 2, script, "--steps", 31, "--ddp", where=tmp_path))
     assert (tmp_path / "runs" / "plain_torch_loop" / "model.safetensors").exists()
 
 
-def test_own_loop_trains_goes_on_with_other_ranks_and_survives_a_death(tmp_path: Path) -> None:
+def test_own_loop_trains_goes_on_with_other_ranks_and_survives_a_death(forks: Forks, tmp_path: Path) -> None:
     fated = tmp_path / "fated.py"
     fated.write_text(FATED, encoding="utf-8")
-    shown = run(tmp_path, 2, fated, LOOP, 21)
+    shown = steps(died(forks, 2, fated, LOOP, 21, where=tmp_path))
+    shown += steps(printed(forks, 2, LOOP, 21, where=tmp_path))
     assert [line.split(":")[0] for line in shown] == ["step 0", "step 10", "step 10", "step 20"]
     assert shown[1] == shown[2]  # from the checkpoint before it, bit for bit as far as it is printed
     shown += run(tmp_path, 1, LOOP, 31)
@@ -57,13 +69,15 @@ def test_own_loop_trains_goes_on_with_other_ranks_and_survives_a_death(tmp_path:
     assert (tmp_path / "runs" / "own_loop" / "model" / "model.safetensors").exists()
 
 
-def test_lightning_by_its_own_launcher_and_by_torchrun_prints_what_ddp_does_and_goes_on(tmp_path: Path) -> None:
+def test_lightning_by_its_own_launcher_and_by_torchrun_prints_what_ddp_does_and_goes_on(
+    forks: Forks, tmp_path: Path
+) -> None:
     script = ROOT / "examples" / "lightning_loop.py"
     ddp, sharded = tmp_path / "ddp", tmp_path / "sharded"
     ddp.mkdir()
     sharded.mkdir()
-    shown = run(ddp, 2, script, "--steps", 31, "--strategy", "ddp")
+    shown = steps(printed(forks, 2, script, "--steps", 11, "--strategy", "ddp", where=ddp))
     begun = run(sharded, 0, script, "--steps", 20)
-    assert len(shown) == 4 and begun == shown[:2]
+    assert len(shown) == 2 and begun == shown
     went_on = run(sharded, 2, script, "--steps", 31, "--strategy", "shardengine_stage_1")
     assert [line.split(":")[0] for line in went_on] == ["step 20", "step 30"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,8 +12,9 @@ import torch
 from shardengine.app import data, jsonl, loop, reading, settings
 from shardengine.app.cli import main
 from shardengine.errors import UsageError
-from tests.app.test_train import CLOSE, start, tiny
-from tests.support import HANG_S
+from tests.app.test_resume import run
+from tests.app.test_train import CLOSE, tiny
+from tests.support.ranks import RankPool
 
 __all__ = ["tiny"]  # a fixture
 ROOT = Path(__file__).parents[2]
@@ -219,19 +220,18 @@ def test_a_prompt_begins_as_the_tokenizer_begins_a_text():
 # The whole command
 
 
-def finish(process: subprocess.Popen[str]) -> str:
-    out, err = process.communicate(timeout=HANG_S)
-    assert process.returncode == 0, err
-    return out
+def train(pool: RankPool, tiny: Path, *options: object) -> str:
+    """What the command prints on rank 0, under a launcher."""
+    return run(pool, "--config", tiny / "config.json", "--model", tiny / "model", *options)
 
 
-def test_train_on_examples(tiny: Path, tmp_path: Path):
+def test_train_on_examples(pools: Callable[[int], RankPool], tiny: Path, tmp_path: Path):
     """The validation loss of the command is the mean over completions' tokens, by transformers alone."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     path = str(EXAMPLES / "capitals.jsonl")
     output = tmp_path / "run"
-    out = finish(start(tiny, "--data", path, "--ranks", 2, "--steps", 4, "--output", output, "--length", 40))
+    out = train(pools(2), tiny, "--data", path, "--steps", 4, "--output", output, "--length", 40)
     assert "11 + 1 examples of up to 32" in out
     assert "example(s) longer than 32 tokens lost the end" in out
 
@@ -248,12 +248,12 @@ def test_train_on_examples(tiny: Path, tmp_path: Path):
     assert rows[-1]["validation_loss"] < rows[0]["validation_loss"]
 
 
-def test_train_on_documents(tiny: Path, tmp_path: Path):
+def test_train_on_documents(pools: Callable[[int], RankPool], tiny: Path, tmp_path: Path):
     documents = (EXAMPLES / "documents.jsonl").read_text(encoding="utf-8") * 4
     path = tmp_path / "documents.jsonl"
     path.write_text(documents, encoding="utf-8")
     output = tmp_path / "run"
-    out = finish(start(tiny, "--data", path, "--ranks", 1, "--steps", 2, "--output", output, "--length", 16))
+    out = train(pools(1), tiny, "--data", path, "--steps", 2, "--output", output, "--length", 16)
     assert "blocks of 16" in out
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert sum("loss" in row for row in rows) == 2

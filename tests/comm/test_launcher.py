@@ -19,6 +19,8 @@ from shardengine.errors import CommunicationError, ShardEngineError, UsageError
 from shardengine.kernels import native
 from tests.comm.test_rendezvous import clean
 from tests.support import HANG_S
+from tests.support.forks import Forks
+from tests.support.scripts import printed
 
 
 def summed(offset: int):
@@ -185,8 +187,8 @@ def test_threads_that_are_no_number(monkeypatch: pytest.MonkeyPatch):
 
 
 THREADS_UNDER_TORCHRUN = """
-import logging, os, torch
-logging.basicConfig(level=logging.INFO, format="%(message)s")
+import logging, sys, torch
+logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
 from shardengine.comm import launcher
 from shardengine.kernels.native import calls
 import shardengine
@@ -205,21 +207,29 @@ for device in ("none", "cpu"):
     engine.backward(engine(torch.ones(1, 4)).sum())
     engine.step()
     engine.close()
-os.write(1, f"rank {engine.rank}: {used} {torch.get_num_threads()}\\n".encode())
+print(f"rank {engine.rank}: {used} {torch.get_num_threads()}")
 """
+TORCHRUN_SAYS = ("LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID")
 
 
 @pytest.mark.skipif(native.load() is None, reason="no compiler, so torch does the work of the native kernels")
-def test_the_step_on_the_host_under_torchrun(tmp_path: Path):
-    script = tmp_path / "script.py"
-    script.write_text(THREADS_UNDER_TORCHRUN, encoding="utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    environment = clean(PYTHONPATH=str(Path(__file__).parents[2]))
+def test_the_step_on_the_host_under_torchrun(forks: Forks, tmp_path: Path):
+    """What torchrun says to its ranks, and what ranks do that are told so."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    environment = clean()
     environment.pop("OMP_NUM_THREADS", None)
+    command += ["sh", "-c", " ".join(["echo", *(f"${name}" for name in TORCHRUN_SAYS)])]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["rank 0: [1, 3] 1", "rank 1: [1, 3] 1"]
-    assert done.stderr.count("native kernels take 3 thread(s) of the host") == 1
+    said = {tuple(line.split()) for line in done.stdout.splitlines()}
+    ((size, threads, job),) = said
+    assert (size, threads) == ("2", "1") and job
+    script = tmp_path / "script.py"
+    script.write_text(THREADS_UNDER_TORCHRUN, encoding="utf-8")
+    told = dict(zip(TORCHRUN_SAYS, (size, threads, job), strict=True))
+    lines = printed(forks, 2, script, where=tmp_path, environment=told).splitlines()
+    assert {"rank 0: [1, 3] 1", "rank 1: [1, 3] 1"} <= set(lines)
+    assert sum("native kernels take 3 thread(s) of the host" in line for line in lines) == 1
 
 
 def test_defaults(monkeypatch: pytest.MonkeyPatch):

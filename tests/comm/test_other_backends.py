@@ -5,10 +5,7 @@ One is played: it is registered with torch under a name of its own, and has gloo
 
 from __future__ import annotations
 
-import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +16,10 @@ import torch.distributed as dist
 from shardengine.comm import devices
 from shardengine.comm.devices import Gpus, RankFacts, backend_for, choose
 from shardengine.comm.group_kind import GroupKind, NamedGroupKind, NcclGroupKind, kind_of
-from tests.support import HANG_S, cases
+from tests.support import cases
 from tests.support.comparing import assert_equal_to_truth
+from tests.support.forks import Forks
+from tests.support.scripts import printed
 
 ROOT = Path(__file__).parents[2]
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -81,7 +80,7 @@ def test_data_goes_over_the_groups_own_backend(
 
 
 RANK = """
-import pickle, sys
+import os, pickle, sys
 import torch, torch.distributed as dist
 from tests.support import cases
 
@@ -91,43 +90,24 @@ def make(store, rank, size, timeout):
 
 made = []
 dist.Backend.register_backend("played", make, devices=["cpu"])
-dist.init_process_group("cpu:played", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]), world_size=2)
+rank = int(os.environ["RANK"])
+dist.init_process_group("cpu:played", init_method="file://" + sys.argv[1], rank=rank, world_size=2)
 found = {}
-for stage in sys.argv[4:]:
+for stage in sys.argv[2:]:
     config = cases.config_of(stage, 2)
     found[stage] = cases.train_engine("mlp", "AdamW", config, 3)
 mesh = cases.mesh_of_this_process()
 found["backends"] = [mesh.backend, *(dist.get_backend(group) for group in (mesh.gather, mesh.reduce, mesh.control))]
 found["made"] = len(made)
-with open(sys.argv[3], "wb") as file:
+with open(f"rank{rank}", "wb") as file:
     pickle.dump(found, file)
 dist.barrier()
 """
 
 
-def test_a_training_over_a_played_backend_equals_the_oracle(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                RANK,
-                str(tmp_path / "store"),
-                str(rank),
-                str(tmp_path / f"rank{rank}"),
-                *cases.STAGES,
-            ],
-            env=environment,
-            cwd=ROOT,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for process in processes:
-        _, said = process.communicate(timeout=HANG_S)
-        assert process.returncode == 0, said
+def test_a_training_over_a_played_backend_equals_the_oracle(forks: Forks, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(RANK, encoding="utf-8")
+    printed(forks, 2, tmp_path / "script.py", tmp_path / "store", *cases.STAGES, where=tmp_path)
     results: list[dict[str, Any]] = [pickle.loads((tmp_path / f"rank{rank}").read_bytes()) for rank in range(2)]
     for found in results:
         assert found["backends"] == ["played", "played", "played", "gloo"]
@@ -138,30 +118,21 @@ def test_a_training_over_a_played_backend_equals_the_oracle(tmp_path: Path) -> N
 
 
 NO_STORE = """
-import sys
+import os, sys
 import torch.distributed as dist
 import shardengine.comm.mesh as mesh
 from shardengine.errors import UsageError
 
-dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]), world_size=2)
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=int(os.environ["RANK"]), world_size=2)
 dist.distributed_c10d._get_default_store = dist.Store
 try:
     mesh.build(timeout_s=30)
 except UsageError as error:
-    sys.exit(str(error))
+    print(error)
 """
 
 
-def test_a_group_without_a_store_is_refused(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", NO_STORE, str(tmp_path / "store"), str(rank)],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for process in processes:
-        assert "the default process group (cpu:gloo,cuda:gloo) has no store" in process.communicate(timeout=HANG_S)[1]
+def test_a_group_without_a_store_is_refused(forks: Forks, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(NO_STORE, encoding="utf-8")
+    said = printed(forks, 2, tmp_path / "script.py", tmp_path / "store", where=tmp_path)
+    assert said.count("the default process group (cpu:gloo,cuda:gloo) has no store") == 2

@@ -14,6 +14,8 @@ from shardengine.comm import rendezvous
 from shardengine.errors import UsageError
 from tests.app.test_train import tiny
 from tests.support import HANG_S
+from tests.support.forks import Forks
+from tests.support.scripts import started
 
 __all__ = ["tiny"]  # a fixture
 ROOT = Path(__file__).parents[2]
@@ -162,23 +164,14 @@ def test_the_address_of_this_machine_has_an_interface(environment: dict[str, str
 
 
 @pytest.mark.skipif(not OWN, reason="this machine has no network")
-def test_ranks_that_are_not_said_to_be_on_one_machine_meet_over_its_network():
+def test_ranks_that_are_not_said_to_be_on_one_machine_meet_over_its_network(forks: Forks, tmp_path: Path):
     numbers = {"WORLD_SIZE": "2", "MASTER_ADDR": OWN, "MASTER_PORT": str(27000 + os.getpid() % 5000)}
-    said = PROGRAM.replace("{norm}", "{os.environ['GLOO_SOCKET_IFNAME']}")
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", said],
-            env=clean(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", RANK=str(rank), **numbers),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outs = [process.communicate(timeout=HANG_S) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outs
+    script = tmp_path / "script.py"
+    script.write_text(PROGRAM.replace("{norm}", "{os.environ['GLOO_SOCKET_IFNAME']}"), encoding="utf-8")
+    environments = [clean(RANK=str(rank), **numbers) for rank in range(2)]
     name = rendezvous.interfaces()[OWN]
-    assert [out.splitlines() for out, _ in outs] == [[f"{rank} 2 None {name}"] for rank in range(2)]
+    said = started(forks, environments, script, where=tmp_path)
+    assert [each.splitlines() for each in said] == [[f"{rank} 2 None {name}"] for rank in range(2)]
 
 
 @pytest.mark.parametrize(
@@ -260,8 +253,8 @@ engine = shardengine.initialize(model, {"train_micro_batch_size_per_gpu": 1, "ze
                                         "optimizer": {"type": "SGD", "params": {"lr": 1.0}}})
 engine.backward(engine(torch.full((1, 4), float(engine.rank))).sum())
 norm = engine.get_global_grad_norm()
-line = f"{engine.rank} {engine.world_size} {os.environ.get('LOCAL_RANK')} {norm}\\n"
-os.write(1, line.encode())  # at once: ranks share the pipe
+line = f"{engine.rank} {engine.world_size} {os.environ.get('LOCAL_RANK')} {norm}"
+print(line, flush=True)  # at once: ranks share the pipe
 engine.close()
 """
 MEAN = (4 * 0.5**2 + 1) ** 0.5  # of the inputs 0 and 1, and of the bias's gradient 1
@@ -288,22 +281,12 @@ def mpi(rank: int, job: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("launcher", [slurm, mpi])
-def test_two_processes_meet(launcher):
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM],
-            env=clean(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", **launcher(rank, os.getpid())),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            stdin=subprocess.DEVNULL,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for rank, process in enumerate(processes):
-        out, err = process.communicate(timeout=HANG_S)
-        assert process.returncode == 0, err
-        words = out.split()
+def test_two_processes_meet(launcher, forks: Forks, tmp_path: Path):
+    script = tmp_path / "script.py"
+    script.write_text(PROGRAM, encoding="utf-8")
+    environments = [clean(**launcher(rank, os.getpid())) for rank in range(2)]
+    for rank, said in enumerate(started(forks, environments, script, where=tmp_path)):
+        words = said.split()
         assert words[:3] == [str(rank), "2", str(rank)]
         assert float(words[3]) == pytest.approx(MEAN)
 
@@ -340,24 +323,14 @@ def test_the_train_command_under_slurm_is_one_rank_of_the_step(environment: dict
     assert "the launcher has started 7" in capsys.readouterr().err
 
 
-def test_srun_starts_the_train_command(tiny: Path, tmp_path: Path):
-    output = tmp_path / "run"
-    command = [sys.executable, "-m", "shardengine", "train", "--config", tiny / "config.json", "--steps", "2"]
-    command += ["--model", tiny / "model", "--data", tiny / "text.txt", "--output", output]
-    processes = [
-        subprocess.Popen(
-            list(map(str, command)),
-            env=clean(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", **slurm(rank, os.getpid() + 1)),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            stdin=subprocess.DEVNULL,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outs = [process.communicate(timeout=HANG_S) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outs
-    assert "2 on CPU" in outs[0][0]
-    assert "finished at: step 2 of 2" in outs[0][0]
-    assert outs[1][0] == ""  # rank 0 speaks
+def test_srun_starts_the_train_command(forks: Forks, tiny: Path, tmp_path: Path):
+    output, script = tmp_path / "run", tmp_path / "command.py"
+    script.write_text("import sys\nfrom shardengine.app.cli import main\nassert main() == 0\n", encoding="utf-8")
+    asked = ["train", "--config", tiny / "config.json", "--steps", "2"]
+    asked += ["--model", tiny / "model", "--data", tiny / "text.txt", "--output", output]
+    environments = [clean(**slurm(rank, os.getpid() + 1)) for rank in range(2)]
+    first, second = started(forks, environments, script, *asked, where=tmp_path)
+    assert "2 on CPU" in first
+    assert "finished at: step 2 of 2" in first
+    assert second == ""  # rank 0 speaks
     assert (output / "model" / "model.safetensors").is_file()

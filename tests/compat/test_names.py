@@ -8,13 +8,14 @@ import importlib.util
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 
 import shardengine
 import shardengine.compat.deepspeed as deepspeed
-from shardengine.compat.deepspeed import hosts, table
+from shardengine.compat.deepspeed import hosts, stand_in, table
 from shardengine.errors import UsageError
 from tests.compat.scan import names_in, names_used
 
@@ -83,17 +84,14 @@ def run(*lines: str, arguments: tuple[str, ...] = ()) -> str:
     return done.stdout + done.stderr
 
 
-def test_importing_loads_no_framework() -> None:
+def test_importing_shardengine_does_not_load_the_door_which_loads_no_framework() -> None:
     said = run(
-        "import sys, shardengine, shardengine.compat.deepspeed",
+        "import sys, shardengine",
+        "print([name for name in sys.modules if 'compat.deepspeed' in name])",
+        "import shardengine.compat.deepspeed",
         f"print([name for name in {(*FRAMEWORKS, 'deepspeed')!r} if name in sys.modules])",
     )
-    assert said.strip() == "[]"
-
-
-def test_importing_shardengine_does_not_load_the_door() -> None:
-    said = run("import sys, shardengine", "print([name for name in sys.modules if 'compat.deepspeed' in name])")
-    assert said.strip() == "[]"
+    assert said.split() == ["[]", "[]"]
 
 
 SCRIPT = """
@@ -157,21 +155,21 @@ def test_a_command_on_the_path_is_run(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "other").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "['--ranks', '2']" in run(arguments=("-m", "shardengine.run", "--as-deepspeed", "launcher", "--ranks", "2"))
-    for name, said in (("other", "expected a Python script"), ("nothing.py", "expected a Python file, or a command")):
-        command = [sys.executable, "-m", "shardengine.run", "--as-deepspeed", name]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
-
-
-def test_it_does_not_stand_in_for_one_that_is_there() -> None:
     said = run(
-        "import sys, types",
-        "real = sys.modules['deepspeed'] = types.ModuleType('deepspeed'); real.__version__ = '0.16.0'",
-        "from shardengine.compat.deepspeed import stand_in",
-        "try: stand_in.install()",
-        "except RuntimeError as error: print(error)",
+        "from shardengine.app.cli import main",
+        "print([main(['run', '--as-deepspeed', name]) for name in ('other', 'nothing.py')])",
     )
-    assert "deepspeed 0.16.0 was imported before" in said
+    assert "[2, 2]" in said and "Traceback" not in said
+    assert "expected a Python script" in said and "expected a Python file, or a command" in said
+
+
+def test_it_does_not_stand_in_for_one_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = types.ModuleType("deepspeed")
+    real.__version__ = "0.16.0"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "deepspeed", real)
+    with pytest.raises(RuntimeError, match=r"deepspeed 0\.16\.0 was imported before"):
+        stand_in.install()
+    assert sys.modules["deepspeed"] is real
 
 
 def test_child_processes_change_the_modules_that_have_to_be() -> None:

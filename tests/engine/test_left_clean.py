@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -30,9 +28,11 @@ from shardengine.runtime import placing
 from shardengine.runtime.unit import Unit
 from shardengine.sharding import Bucket
 from shardengine.sharding.bucket import FlatBuffer
-from tests.support import HANG_S, cases
+from tests.support import cases
+from tests.support.forks import Forks
 from tests.support.parts import is_hidden
 from tests.support.ranks import RankPool
+from tests.support.scripts import printed
 
 Pools = Callable[[int], RankPool]
 SGD: dict[str, Any] = {"type": "SGD", "params": {"lr": 0.1}}
@@ -288,14 +288,11 @@ print("all closed", flush=True)
 """
 
 
-def test_engines_beside_and_after_each_other_under_torchrun(tmp_path: Path) -> None:
+def test_engines_beside_and_after_each_other_under_a_launcher(forks: Forks, tmp_path: Path) -> None:
     """The first engine makes the default process group, the others use it, also after the first one's end."""
     script = tmp_path / "script.py"
     script.write_text(ENGINE_AFTER_ENGINE, encoding="utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S)
-    assert done.returncode == 0 and done.stdout.count("all closed") == 2, done.stderr[-3000:]
+    assert printed(forks, 2, script, where=tmp_path).count("all closed") == 2
 
 
 def test_a_schedule_may_raise_momentum_at_the_start() -> None:

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"{MISSING} are not instal
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    runs = Runs(tmp_path_factory.mktemp("runs"), "tests.integrations.programs", "loop")
+    runs = Runs(tmp_path_factory.mktemp("runs"), "tests.integrations.programs", "loop", fresh=False)
     yield runs
     runs.end()
 

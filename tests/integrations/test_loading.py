@@ -13,7 +13,7 @@ MOST_MIB, FILES_MIB = 16, 48
 
 
 def test_files_are_mapped_and_casts_are_rank_0s_alone(tmp_path: Path) -> None:
-    runs = Runs(tmp_path, "tests.integrations.programs", "load_large")
+    runs = Runs(tmp_path, "tests.integrations.programs", "load_large", fresh=False)
     try:
         said = runs.said("load_large", 3)
     finally:

@@ -1,7 +1,7 @@
 """The Triton kernels on the CPU: Triton's interpreter runs them, and what they give is the reference's, bit for bit.
 
 The interpreter replaces parts of Triton for a whole process, and must be asked for before Triton is imported. So the
-tests themselves are in ``tests/kernels/interpreted``, a process for each file; and this process must not have noticed.
+tests themselves are in ``tests/kernels/interpreted``, in two processes; and this process must not have noticed.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(
     path.name for path in (ROOT / "tests" / "kernels" / "interpreted").glob("*.py") if path.name != "__init__.py"
 )
+PROCESSES = (["first_launches.py", "sums.py", "copies.py"], ["updates.py", "compressions.py", "training.py"])
+"""That take about as long. What is launched for the first time comes first."""
 
 
 def environment(**change: str) -> dict[str, str]:
@@ -36,25 +38,28 @@ def run(code: str, **change: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_there_are_interpreted_tests() -> None:
-    assert FILES == ["compressions.py", "copies.py", "first_launches.py", "sums.py", "training.py", "updates.py"]
+    assert sorted(file for files in PROCESSES for file in files) == FILES
 
 
 @pytest.fixture(scope="module")
 def running(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, tuple[subprocess.Popen[bytes], Path]]]:
-    """All files that are asked for at once, each with its output in a file."""
+    """By file: the process that runs it, and the file with its output. Those that are asked for, all at once."""
     names = {item.name for item in request.session.items}
     asked = {file for file in FILES if names & {f"test_interpreted[{file}]", f"test_interpreted_{file[:-3]}"}}
-    started = {}
+    started: dict[str, tuple[subprocess.Popen[bytes], Path]] = {}
     # numpy, which the interpreter computes with, warns of infinities that are declared results
-    options = ["-q", "-x", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning"]
-    for file in sorted(asked):
+    options = ["-x", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning"]
+    for files in PROCESSES:
+        paths = [f"tests/kernels/interpreted/{file}" for file in files if file in asked]
+        if not paths:
+            continue
         output = tmp_path_factory.mktemp("interpreted") / "output"
         with output.open("wb") as stream:
-            command = [sys.executable, "-m", "pytest", *options, f"tests/kernels/interpreted/{file}"]
+            command = [sys.executable, "-m", "pytest", *options, *paths]
             process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=stream, stderr=subprocess.STDOUT)
-        started[file] = process, output
+        started |= dict.fromkeys(files, (process, output))
     yield started
     for process, _ in started.values():
         process.kill()
@@ -80,7 +85,7 @@ def passes(file: str, running: dict[str, tuple[subprocess.Popen[bytes], Path]]) 
     process, output = running[file]
     code = process.wait(timeout=HANG_S)
     text = output.read_text(encoding="utf-8")
-    assert code == 0 and " passed" in text, text
+    assert code == 0 and " passed" in text and f"interpreted/{file} " in text, text
 
 
 def test_the_interpreter_is_in_processes_of_its_own() -> None:

@@ -23,7 +23,8 @@ from torch import nn
 
 import shardengine
 from shardengine.config import load_config
-from tests.support import HANG_S
+from tests.support import HANG_S, scripts
+from tests.support.forks import Forks
 from tests.support.ranks import RankPool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -143,15 +144,17 @@ def run_part(block: str, config: dict[str, Any], folder: str) -> float:
         return float(loss)
 
 
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS))
-
-
-def start(block: str, folder: Path, *launcher: str) -> str:
-    """What a program of its own printed."""
+def write(block: str, folder: Path) -> Path:
+    """A script."""
     script = folder / "train.py"
     script.write_text(block, encoding="utf-8")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    command = [sys.executable, *launcher, str(script)]
+    return script
+
+
+def start(block: str, folder: Path) -> str:
+    """What a program of its own printed."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(write(block, folder))]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
@@ -163,14 +166,15 @@ def test_the_pages_have_code() -> None:
 
 
 @pytest.mark.parametrize("index", range(len(SCRIPTS)), ids=lambda index: f"{SCRIPTS[index][0]}-{index}")
-def test_scripts_run(pools: Callable[[int], RankPool], tmp_path: Path, index: int) -> None:
+def test_scripts_run(pools: Callable[[int], RankPool], forks: Forks, tmp_path: Path, index: int) -> None:
     _, block = SCRIPTS[index]
     if "shardengine.launch" not in block and not is_of_framework(block):
         pools(RANKS).run(run_script, block, str(tmp_path))
         assert "save_pretrained" not in block or list(tmp_path.rglob("model.safetensors"))
         return
     if is_of_framework(block):
-        start(block, tmp_path, *TORCHRUN)
+        environment = {"ACCELERATE_USE_CPU": "true"}
+        scripts.printed(forks, RANKS, write(block, tmp_path), where=tmp_path, environment=environment)
         saved = "*.ckpt.shards" if "lightning" in block else "trained/model.safetensors"
         assert list(tmp_path.rglob(saved))
         return
@@ -179,9 +183,10 @@ def test_scripts_run(pools: Callable[[int], RankPool], tmp_path: Path, index: in
 
 
 @pytest.mark.parametrize("before", WITHOUT, ids=["DDP", "FSDP"])
-def test_a_script_prints_what_it_printed_before(tmp_path: Path, before: str) -> None:
+def test_a_script_prints_what_it_printed_before(forks: Forks, tmp_path: Path, before: str) -> None:
     both = blocks("docs/migrating.md", "python")
-    printed = [start(block, tmp_path, *TORCHRUN).split() for block in (before, both[both.index(before) + 1])]
+    pair = (before, both[both.index(before) + 1])
+    printed = [scripts.printed(forks, RANKS, write(block, tmp_path), where=tmp_path).split() for block in pair]
     old, new = ([float(word) for word in words] for words in printed)
     assert len(old) >= 10 and new == pytest.approx(old, abs=1e-6)
 

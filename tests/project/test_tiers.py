@@ -14,7 +14,7 @@ import pytest
 from tests.support import HANG_S, tiers
 
 ROOT = Path(__file__).resolve().parents[2]
-QUICK_S, THOROUGH_S = 480.0, 2900.0
+QUICK_S, THOROUGH_S = 480.0, 2550.0
 """Of the recorded seconds of all tests of a tier together, which several workers share."""
 
 

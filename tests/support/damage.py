@@ -56,8 +56,9 @@ def rest(engine: Any) -> str:
     ]
     scheduler = None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict()
     numbers = (engine.global_steps, engine.global_samples, engine.micro_steps, engine.optimizer.steps)
-    states = (torch.get_rng_state().tolist(), random.getstate(), str(numpy.random.get_state()))
-    return repr((options, scheduler, numbers, states))
+    of_numpy: Any = numpy.random.get_state()
+    states = [torch.get_rng_state().numpy().tobytes(), random.getstate(), of_numpy[1].tobytes(), of_numpy[2:]]
+    return repr((options, scheduler, numbers, hashlib.sha256(repr(states).encode()).hexdigest()))
 
 
 def sign(place: Path, change: Callable[[dict[str, Any]], Any]) -> None:

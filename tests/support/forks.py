@@ -38,9 +38,10 @@ NO_FILE_SYSTEM, NO_NETWORK = "no file system of its own", "no network of its own
 class Forks:
     """One process that forks others; not itself a thread, a group or an engine."""
 
-    def __init__(self, prepare: Callable[[], None] | None = None) -> None:
-        """prepare: imports what the lives need, in a new process; None: what most tests need is imported."""
-        context: Any = fork_context() if prepare is None else multiprocessing.get_context("spawn")
+    def __init__(self, prepare: Callable[[], None] | None = None, *, fresh: bool = True) -> None:
+        """prepare: imports what the lives need; None: what most tests need is imported. fresh: prepare, if there, finds
+        nothing imported before."""
+        context: Any = multiprocessing.get_context("spawn") if fresh and prepare is not None else fork_context()
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, prepare))
         self._process.start()

@@ -74,9 +74,9 @@ def _run(
 class Runs:
     """A model on the disk, and runs of programs over it."""
 
-    def __init__(self, folder: Path, module: str, program: str) -> None:
-        """module: with ``make_model``, ``Run`` and the programs · program: the one that ``log`` is of."""
-        self._forks = Forks(partial(_import, module))
+    def __init__(self, folder: Path, module: str, program: str, *, fresh: bool = True) -> None:
+        """module: with ``make_model``, ``Run`` and the programs · program: that ``log`` is of · fresh: see Forks."""
+        self._forks = Forks(partial(_import, module), fresh=fresh)
         self._module = module
         self._program = program
         self.folder = folder

@@ -25,6 +25,7 @@ IMPORTED = [
     "tests.support.cases",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
+    "tests.support.frozen",
 ]
 """What the process that forks imports before: it must start no thread."""
 

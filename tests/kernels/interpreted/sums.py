@@ -44,7 +44,7 @@ def test_a_sum_of_negative_zeros_is_one(count: int) -> None:
         cases.assert_same(out, zeros)
 
 
-@pytest.mark.parametrize("counts", [range(8, 40), range(40, 71), (127, 128, 129), (255, 256, 257)], ids=str)
+@pytest.mark.parametrize("counts", [range(8, 40), range(40, 71, 3), (127, 128, 129), (255, 256, 257)], ids=str)
 def test_the_tree_over_many_terms(counts: Sequence[int]) -> None:
     """Numbers of groups with every pattern of ones, and every number of terms in the last group."""
     kinds = itertools.cycle(itertools.product((True, False), (FP32, BF16), (FP32, BF16, FP16)))
