@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -87,7 +88,7 @@ def step(loop: Any, batch: dict[str, Tensor]) -> list[float]:
     marks.append(time.perf_counter())
     loop.update()
     marks.append(time.perf_counter())
-    return [after - before for before, after in zip(marks, marks[1:], strict=False)] + [marks[-1] - marks[0]]
+    return [after - before for before, after in pairwise(marks)] + [marks[-1] - marks[0]]
 
 
 def rank_main(rank: int, plan: Plan) -> None:

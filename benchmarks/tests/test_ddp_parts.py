@@ -17,7 +17,7 @@ def test_a_tiny_run_times_every_config_and_operation(capsys: pytest.CaptureFixtu
 
 def test_medians_are_of_rounds() -> None:
     rounds = [[0.001, 0.002, 0.003, 0.006], [0.003, 0.004, 0.005, 0.012], [0.002, 0.003, 0.004, 0.009]]
-    seconds = {name: rounds for name in ddp_parts.POINTS} | {"all-to-all": [[0.5], [0.1], [0.2]]}
+    seconds = dict.fromkeys(ddp_parts.POINTS, rounds) | {"all-to-all": [[0.5], [0.1], [0.2]]}
     found = ddp_parts.summarise(seconds)
     row = found["steps"]["ours auto"]
     assert [round(row[phase], 6) for phase in ddp_parts.PHASES] == [2, 3, 4, 9] and row["of_base"]["median"] == 1

@@ -48,7 +48,7 @@ from shardengine.config.kinds import (
     nearest,
     plain,
 )
-from shardengine.config.schema import GATES, KEYS, OPTIMIZERS, SECTIONS, TRIPLE, Key, Status, join
+from shardengine.config.schema import KEYS, OPTIMIZERS, SECTIONS, TRIPLE, Key, Status, join
 from shardengine.errors import ConfigError
 
 Source = Literal["file", "default", "auto", "derived"]
@@ -294,9 +294,6 @@ class Reader:
     def _section(self, name: str, value: Any) -> None:
         if isinstance(value, dict):
             self._visit(value, name)
-            gate = f"{name}.{GATES[name]}" if name in GATES else ""
-            if gate and self.usable(gate) and value.get(GATES[name]) not in (None, False, KEYS[gate].default):
-                self.later(name, f'"{GATES[name]}": {json.dumps(KEYS[gate].default)}')
         elif value is None and name != "zero_optimization":
             return
         elif value is not False or name in _NEVER_FALSE:
@@ -328,7 +325,7 @@ class Reader:
         if key.status is Status.ACTIVE:
             if parsed is not None or key.default is None:  # else null stands for the default
                 self.values[key.name], self.sources[key.name] = parsed, source
-        elif section not in GATES and parsed != key.default:
+        elif parsed != key.default:
             self.later(key.name, json.dumps(key.default))
 
     def later(self, name: str, off: str) -> None:
@@ -452,7 +449,7 @@ def _give(name: str) -> str:
 def _nearest_key(section: str, name: str) -> str:
     """The most similar key of the section, or the key of the same name in another section."""
     places = [key.rpartition(".") for key in (*KEYS, *SECTIONS)]
-    elsewhere = [join(holder, leaf) for holder, _, leaf in places if leaf == name and holder not in GATES]
+    elsewhere = [join(holder, leaf) for holder, _, leaf in places if leaf == name]
     beside = [key for key in (*KEYS, *SECTIONS, *ALIASES) if key.rpartition(".")[0] == section]
     close = nearest(join(section, name), beside)
     alike = difflib.SequenceMatcher(None, name.lower(), close.rpartition(".")[2].lower()).ratio()

@@ -504,8 +504,6 @@ SECTION_TYPES: dict[str, type] = {
 _LATER: dict[str, Table] = {
     "torch_autocast": {"lower_precision_safe_modules": (ANY, None)},
 }
-GATES: dict[str, str] = {}
-"""Sections of later features -> the key that switches the whole section on; the others mean nothing without it."""
 
 
 class Status(Enum):

@@ -14,7 +14,8 @@ import torch
 
 import shardengine
 from shardengine.comm import Wire
-from shardengine.ddp.comm_hooks import LowRank, Part, PowerSGD
+from shardengine.config import CommHookConfig
+from shardengine.ddp.comm_hooks import CommHook, Part, PowerSGD, by_name
 from shardengine.errors import CommunicationError, ConfigError
 from tests import oracle
 from tests.parity.test_delays import delayed
@@ -401,11 +402,19 @@ def test_after_a_failure_in_a_round_factors_are_the_same_on_all_ranks(pools: Poo
     assert one == other
 
 
+def low_rank(**params: Any) -> CommHook:
+    """PowerSGD from the first step on, of every matrix."""
+    given = {"start_step": 0, "min_compression_rate": 1.0, **params}
+    made = by_name("power_sgd", CommHookConfig("power_sgd", given).filled)
+    assert made is not None
+    return made
+
+
 def test_the_same_matrix_leads_to_its_best_approximation() -> None:
     """Of one rank's matrix, without feedback: iterations of the power method find the largest singular values."""
     torch.manual_seed(0)
     matrix = torch.randn(40, 30) @ torch.diag(torch.linspace(3, 0.1, 30)) @ torch.randn(30, 30)
-    hook = PowerSGD(LowRank(rank=3, start_step=0, error_feedback=False, min_compression_rate=1))
+    hook = low_rank(rank=3, error_feedback=False)
     hook.allocate(0, 1200, [Part(0, 0, 1200, (40, 30), 0)], 1, matrix.device)
     u, s, v = torch.linalg.svd(matrix)
     best = u[:, :3] @ torch.diag(s[:3]) @ v[:3]
@@ -420,7 +429,7 @@ def test_the_same_matrix_leads_to_its_best_approximation() -> None:
 def test_errors_and_what_was_said_are_all_of_the_gradients() -> None:
     """What two ranks' results lack together is what the sum of their gradients lacks."""
     torch.manual_seed(1)
-    hooks = [PowerSGD(LowRank(rank=1, start_step=0, min_compression_rate=1)) for _ in range(2)]
+    hooks = [low_rank(rank=1) for _ in range(2)]
     for hook in hooks:
         hook.allocate(0, 1200, [Part(0, 0, 1200, (40, 30), 0)], 2, torch.device("cpu"))
     given, said = torch.zeros(1200), torch.zeros(1200)

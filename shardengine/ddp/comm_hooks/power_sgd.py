@@ -39,13 +39,13 @@ class LowRank:
     which a gradient becomes smaller, or it is summed as it is · square: a parameter, of any shape, is a square matrix
     of its elements, with zeros at the end · seed: of random numbers."""
 
-    rank: int = 1
-    start_step: int = 1000
-    warm_start: bool = True
-    error_feedback: bool = True
-    min_compression_rate: float = 2.0
-    square: bool = False
-    seed: int = 0
+    rank: int
+    start_step: int
+    warm_start: bool
+    error_feedback: bool
+    min_compression_rate: float
+    square: bool
+    seed: int
 
     def shape_of(self, shape: Sequence[int]) -> tuple[int, int] | None:
         """Rows and columns of the matrix that a parameter of this shape (in memory order) is approximated as; None: it
