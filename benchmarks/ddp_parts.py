@@ -57,7 +57,7 @@ class Plan:
     folder: str
 
 
-def operations(elements: int, rank: int, ranks: int) -> dict[str, Callable[[], object]]:
+def operations(elements: int, ranks: int) -> dict[str, Callable[[], object]]:
     """Each alone, on a gradient of so many elements."""
     elements -= elements % (ranks * PIECES)
     full, received = torch.zeros(elements), torch.zeros(elements)
@@ -99,7 +99,7 @@ def rank_main(rank: int, plan: Plan) -> None:
         for name, point in POINTS.items():
             model = make_model(setting, own=True)
             loops[name] = PlainLoop(model, setting) if point is None else point.build(model, setting).loop
-        alone, names = operations(setting.parameters(), rank, setting.ranks), list(loops)
+        alone, names = operations(setting.parameters(), setting.ranks), list(loops)
         seconds: dict[str, list[list[float]]] = {name: [] for name in (*names, *alone)}
         for number in range(plan.warmup + plan.rounds):
             first = number % len(names)
@@ -184,12 +184,14 @@ def main(argv: list[str] | None = None) -> int:
         runs.append({"ranks": ranks, **run(replace(setting, ranks=ranks), options.rounds, options.warmup)})
     result = {
         "benchmark": "ddp_parts", "machine": machine(), "rounds": options.rounds,
-        "setting": asdict(setting) | {"parameters": setting.parameters(), "cores": len(os.sched_getaffinity(0))},
+        "setting": {key: value for key, value in asdict(setting).items() if key != "ranks"}
+        | {"parameters": setting.parameters(), "cores": len(os.sched_getaffinity(0))},
         "runs": runs,
     }  # fmt: skip
     print(tables(runs))
-    if options.no_write or setting != SETTING:
-        print("not written" + (", as asked" if options.no_write else ""), file=sys.stderr)
+    if options.no_write or setting != SETTING or options.rounds < MIN_ROUNDS:
+        why = ", as asked" if options.no_write else f": results are kept for one model and {MIN_ROUNDS} rounds or more"
+        print(f"not written{why}", file=sys.stderr)
         return 0
     write_result("ddp_parts", json.loads(json.dumps(result)))
     return 0

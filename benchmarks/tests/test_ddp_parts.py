@@ -12,7 +12,7 @@ def test_a_tiny_run_times_every_config_and_operation(capsys: pytest.CaptureFixtu
     assert ddp_parts.main("--ranks 2 --rounds 2 --warmup 1 --hidden 64 --no-write".split()) == 0
     said = capsys.readouterr()
     assert all(name in said.out for name in ddp_parts.POINTS) and "2 ranks, ms" in said.out
-    assert all(name in said.out for name in ddp_parts.operations(7600, 0, 1)) and "as asked" in said.err
+    assert all(name in said.out for name in ddp_parts.operations(7600, 1)) and "as asked" in said.err
 
 
 def test_medians_are_of_rounds() -> None:

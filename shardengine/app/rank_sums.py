@@ -33,7 +33,7 @@ class RankSums:
 
     def from_all(self, text: str) -> list[str]:
         """Every rank's ``text``, in rank order."""
-        return [str(each) for each in self._collectives.exchange_objects(text)]
+        return [str(each) for each in self._collectives.exchange_objects(text, "texts")]
 
     def on_first(self, what: str, action: Callable[[], object]) -> None:
         """Rank 0 does ``action``; where it fails, all ranks raise."""
@@ -51,7 +51,7 @@ class RankSums:
 
     def _rows(self, values: Sequence[float]) -> torch.Tensor:
         mine = torch.tensor(values, dtype=torch.float64)
-        return self._collectives.exchange(mine.view(torch.uint8)).contiguous().view(torch.float64)
+        return self._collectives.exchange(mine.view(torch.uint8), "sums").contiguous().view(torch.float64)
 
     def finish(self, *, destroy: bool) -> None:
         """The last barrier and, if the group is this program's own, its end (gloo may abort at exit without)."""

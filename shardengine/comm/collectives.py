@@ -404,17 +404,15 @@ class Collectives:
     def follow(self, work: Any, what: Subject, purpose: Purpose, on_complete: Callable[[], None]) -> Work:
         """What somebody else has begun on every rank, waited for as what is begun here. Its bytes are not known.
 
-        work: has torch's ``wait``, ``is_completed`` and ``get_future``; what has failed there is raised by
-        ``on_complete``, and named where that is because of another rank.
+        work: has torch's ``wait``, ``is_completed`` and ``get_future``, and what has failed, ``error``: that is named
+        where a rank is silent, else it is for ``on_complete`` to raise.
         """
-        record = self._record(GroupName.REDUCE, "communication hook", what, 0, purpose)
+        record = self._record(GroupName.REDUCE, "communication hook", what, 0, purpose, begun_here=False)
 
         def complete() -> None:
-            try:
-                on_complete()
-            except RuntimeError as error:
+            if (error := work.error) is not None:
                 explain(error, record, self.failures)
-                raise
+            on_complete()
 
         return self._issue(record, lambda: [work], complete)
 
@@ -433,7 +431,8 @@ class Collectives:
     def exchange(self, payload: Tensor, what: str = "control data") -> Tensor:
         """Every rank's ``payload`` (flat uint8 on CPU, equal lengths) → [ranks, length], in rank order; blocks.
 
-        what: named in the error when it fails, or when other ranks exchange something else ([Note: Frames]).
+        what: named in the error when it fails, or when other ranks exchange something else ([Note: Frames]); its first
+        word is the same on every rank.
         """
         if self.mesh.ranks == 1:
             return payload.unsqueeze(0)
@@ -516,6 +515,7 @@ class Collectives:
         purpose: Purpose,
         *,
         agreed: int | None = None,
+        begun_here: bool = True,
     ) -> CollectiveRecord:
         if purpose is not Purpose.CONTROL:
             self._sequence += 1
@@ -524,6 +524,7 @@ class Collectives:
         record = CollectiveRecord(
             *(self._sequence, issued[group], group, operation, what.label, tuple(what.names), sent, purpose, agreed),
             members=self._members(group),
+            begun_here=begun_here,
         )
         self.flight_recorder.note(group.counts_as, record.summary)
         return record
@@ -551,7 +552,7 @@ class Collectives:
             works = call()
         except RuntimeError as error:
             raise CommunicationError(f"{record.describe(self.mesh.rank)} failed: {error}") from error
-        if self._watcher is not None and record.group is not GroupName.CONTROL:
+        if self._watcher is not None and record.begun_here and record.group is not GroupName.CONTROL:
             self._watcher.issued(record, works[-1])
         if start is not None:
             self._trace_end(works, record, start)

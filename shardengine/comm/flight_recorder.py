@@ -69,6 +69,7 @@ class CollectiveRecord(NamedTuple):
     purpose: Purpose
     agreed: int | None = None
     members: tuple[int, ...] = ()
+    begun_here: bool = True
 
     @property
     def subject(self) -> str:

@@ -3,11 +3,15 @@
 Must not know: groups, how frames travel.
 
 [Note: Frames] The backend of control data is gloo's, which ends a process where a message meets one of another length.
-So every rank's first frame has ``FRAME`` bytes: how long the message is, a text for errors, and as much of the message
-as there is room for. What is longer follows in a second exchange, when all know that they speak of the same.
+So every rank's first frame has ``FRAME`` bytes: how long the message is, what kind of message, a text for errors, and
+as much of the message as there is room for. What is longer follows in a second exchange, when all know that they speak
+of the same. The kind is the text's first word, up to what ranks may give different values for: a path, an argument.
 """
 
 from __future__ import annotations
+
+import re
+import zlib
 
 import torch
 from torch import Tensor
@@ -15,16 +19,22 @@ from torch import Tensor
 from shardengine.errors import MismatchError
 
 FRAME = 4096
-_TEXT = 60
-_HEAD = 4 + _TEXT
+_HEAD = 64
+"""A multiple of 8: what follows is read as numbers."""
+_TEXT = _HEAD - 8
 ROOM = FRAME - _HEAD
-"""Bytes of a message in its first frame: those of a step's of about 450 parameters."""
+"""Bytes of a message in its first frame: those of a step's of about 490 parameters."""
+
+
+_WORD = re.compile(r"[\w.]+")
 
 
 def first_frame(message: Tensor, text: str, *, varies: bool) -> Tensor:
     """Of ``message`` (uint8, flat). varies: ranks' messages may be of different lengths."""
     said = -1 - message.numel() if varies else message.numel()
-    head = said.to_bytes(4, "little", signed=True) + text.encode()[:_TEXT]
+    word = _WORD.match(text)
+    kind = zlib.crc32(word[0].encode() if word is not None else b"")
+    head = said.to_bytes(4, "little", signed=True) + kind.to_bytes(4, "little") + text.encode()[:_TEXT]
     frame = torch.frombuffer(bytearray(head.ljust(FRAME, b"\0")), dtype=torch.uint8)
     frame[_HEAD : _HEAD + message.numel()] = message[:ROOM]
     return frame
@@ -35,13 +45,15 @@ def lengths(frames: Tensor, rank: int) -> Tensor:
 
     ``MismatchError``, on every rank, where ranks sent each other different ones. rank: this one.
     """
-    said = frames[:, :4].contiguous().view(torch.int32).view(-1)
-    kinds = said.clamp(min=-1)
-    if bool((kinds != kinds[0]).any()):
-        other = int((kinds != kinds[0]).nonzero()[0])
+    heads = frames[:, :8].contiguous().view(torch.int32)
+    said = heads[:, 0]
+    kinds = torch.stack([said.clamp(min=-1), heads[:, 1]], dim=1)
+    differ = (kinds != kinds[0]).any(dim=1)
+    if bool(differ.any()):
+        other = int(differ.nonzero()[0])
         raise MismatchError(
-            f"rank 0 is in {_text(frames[0])} where rank {other} is in {_text(frames[other])} (this is rank {rank}): "
-            "expected every rank to make the same calls of the engine, in the same order"
+            f"rank 0 is in {_text(frames[0])} where rank {other} is in {_text(frames[other])}: expected every rank to "
+            f"make the same calls of the engine, in the same order (this is rank {rank})"
         )
     return torch.where(said < 0, -1 - said, said)
 
@@ -54,5 +66,5 @@ def table(frames: Tensor, rests: Tensor | None, length: int) -> Tensor:
 
 
 def _text(frame: Tensor) -> str:
-    shown = frame[4:_HEAD].numpy().tobytes().rstrip(b"\0").decode(errors="ignore")
+    shown = frame[8:_HEAD].numpy().tobytes().rstrip(b"\0").decode(errors="ignore")
     return f"[{shown}]"

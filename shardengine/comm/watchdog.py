@@ -27,8 +27,6 @@ the program's own barriers reports nothing."""
 _GRACE_S = 2.0
 MEETING = "meeting"
 """In the place of a group: the wait of `meeting.meet_before_groups`."""
-NOBODY_MISSING = "every rank waits for it: the connection between them is broken"
-"""A diagnosis."""
 _BLOCKS = (
     "At stage 3 ranks also run the same blocks in the same order, forward and backward: what differs between ranks "
     "must lie inside of one unit (list the class of the module around it in zero_optimization.units)"
@@ -189,8 +187,17 @@ class Watchdog:
                 break
             time.sleep(0.1)
         if not missing:
-            return NOBODY_MISSING
+            return "every rank waits for it: the connection between them is broken"
         return failures.describe(missing, waits)
+
+    @property
+    def somebody_is_silent(self) -> bool:
+        """Whether some rank of those that this one needs neither waits nor says that it has failed, or nothing can be
+        heard."""
+        try:
+            return bool(self._others() - self._failures.waits().keys() - self._failures.standing().keys())
+        except Unreachable:
+            return True
 
     def _others(self) -> set[int]:
         ranks = self._waiting.members or range(self._failures.mesh.ranks)

@@ -11,7 +11,6 @@ watcher.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -20,8 +19,7 @@ from shardengine.comm.failures import Failures
 from shardengine.comm.flight_recorder import CollectiveRecord
 from shardengine.comm.group_kind import GroupName
 from shardengine.comm.mesh import Mesh
-from shardengine.comm.store_board import Unreachable
-from shardengine.comm.watchdog import NOBODY_MISSING, Watchdog
+from shardengine.comm.watchdog import Watchdog
 from shardengine.errors import CommunicationError, MismatchError
 
 _SLICE = timedelta(seconds=0.5)
@@ -89,7 +87,7 @@ class Work:
 
 def ends_on_stream(record: CollectiveRecord, mesh: Mesh) -> bool:
     """Whether streams wait for the collective, and the host does not."""
-    return mesh.backend == "nccl" and record.group is not GroupName.CONTROL
+    return mesh.backend == "nccl" and record.begun_here and record.group is not GroupName.CONTROL
 
 
 def wait_for(work: dist.Work, record: CollectiveRecord, failures: Failures) -> None:
@@ -103,20 +101,23 @@ def wait_for(work: dist.Work, record: CollectiveRecord, failures: Failures) -> N
         raise CommunicationError(f"{record.describe(failures.mesh.rank)} failed: {error}") from error
 
 
-def explain(error: RuntimeError, record: CollectiveRecord, failures: Failures) -> None:
-    """``CommunicationError`` where ``error``, of what others have begun, comes from a rank that is missing and has not
-    said itself what happened."""
+def explain(error: BaseException, record: CollectiveRecord, failures: Failures) -> None:
+    """``CommunicationError`` where ``error``, of what others have begun, may come from a rank that is gone: one has
+    left, or neither waits nor says what has failed."""
     if failures.mesh.ranks == 1:
         return
     rank = failures.mesh.rank
     watchdog = Watchdog(failures, record.waiting(rank))
-    watchdog.look_for_departures()
-    diagnosis = watchdog.diagnosis()
-    with suppress(Unreachable):
-        if diagnosis == NOBODY_MISSING or failures.reports():
+    try:
+        watchdog.look_for_departures()
+        diagnosis = watchdog.diagnosis()
+        if not watchdog.somebody_is_silent:
             watchdog.end()
             return
-    raise CommunicationError(f"{record.describe(rank)} failed: {error}. {diagnosis}") from error
+        raise CommunicationError(f"{record.describe(rank)} failed: {error}. {diagnosis}") from error
+    except CommunicationError as raised:
+        failures.give_up(str(raised))
+        raise
 
 
 def _wait_under_watchdog(work: dist.Work, record: CollectiveRecord, failures: Failures) -> None:

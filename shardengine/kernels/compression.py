@@ -106,7 +106,7 @@ def subtract(values: Tensor, decoded: Tensor, divisor: float) -> None:
     torch.sub(values, decoded, out=decoded)
     decoded.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
     if divisor != 1:
-        decoded.div_(divisor)
+        torch.div(decoded, _number(divisor, decoded), out=decoded)
 
 
 def _form(kind: str, length: int, block: int) -> tuple[tuple[int, torch.dtype], tuple[int, torch.dtype] | None]:
@@ -154,4 +154,8 @@ def _in_blocks(flat: Tensor, block: int) -> Tensor:
 
 def _divide(values: Tensor, divisor: float) -> Tensor:
     """Correctly rounded on every device: a host scalar would become a reciprocal on CUDA."""
-    return values / torch.full((), divisor, dtype=torch.float32, device=values.device)
+    return values / _number(divisor, values)
+
+
+def _number(value: float, beside: Tensor) -> Tensor:
+    return torch.full((), value, dtype=torch.float32, device=beside.device)

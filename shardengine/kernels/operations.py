@@ -322,8 +322,7 @@ def compress(
     """
     if kind not in compression.FLOATS and kind not in compression.LEVELS:
         raise ValueError(f"compress: expected fp16, bf16, int8 or int4, got {kind!r}")
-    if block < 2 or block % 2:
-        raise ValueError(f"compress: expected an even block of at least 2 elements, got {block}")
+    _require_block("compress", block)
     if out is not None and not compression.is_as_allocated(out, kind, values.numel(), block):
         raise ValueError(
             f"compress: expected out as it would come back, for {kind!r}, {values.numel()} elements and a block of "
@@ -336,6 +335,7 @@ def compress(
 
 def decompress(compressed: Compressed, out: Tensor) -> None:
     """The opposite, rounded to ``out``'s dtype."""
+    _require_block("decompress", compressed.block)
     _require_one_device("decompress", out.device, (compressed.values, compressed.scales))
     (implementation(out.device) or compression).decompress(compressed, out)
 
@@ -343,8 +343,14 @@ def decompress(compressed: Compressed, out: Tensor) -> None:
 def residual(values: Tensor, compressed: Compressed, out: Tensor, *, divisor: float = 1.0) -> None:
     """``out`` = what ``compressed`` does not say of ``values``: values - ``decompress``, 0 where that is not finite,
     / ``divisor``, each rounded to fp32. values, out: fp32, different memory."""
+    _require_block("residual", compressed.block)
     _require_one_device("residual", out.device, (values, compressed.values, compressed.scales))
     (implementation(out.device) or compression).residual(values, compressed, out, divisor=divisor)
+
+
+def _require_block(operation: str, block: int) -> None:
+    if block < 2 or block % 2:
+        raise ValueError(f"{operation}: expected an even block of at least 2 elements, got {block}")
 
 
 def _described(compressed: Compressed) -> str:

@@ -14,6 +14,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -366,7 +368,16 @@ def test_a_killed_run_goes_on(pools: Pools, tiny: Path, tmp_path: Path):
     assert not (output / "model").exists()
     assert 4 <= len(curve(output)) < 60
 
-    assert "resumed:     from step" in run(pools(1), "--resume", output)
+    again = subprocess.run(
+        [sys.executable, "-m", "shardengine", "train", "--resume", output],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+    )
+    assert again.returncode == 0, again.stderr
+    assert "1 on" in again.stdout
     run(pools(1), "--config", tiny / "config.json", "--model", tiny / "model", *options, "--output", whole)
     assert curve(output) == curve(whole)
     assert weights(output) == weights(whole)

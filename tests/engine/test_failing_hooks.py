@@ -11,12 +11,28 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from shardengine.errors import UsageError
 from tests.engine.test_recovery import make_engine
 from tests.support import cases
 from tests.support.ranks import RankFailure, RankPool
 
 GROUP_TIMEOUT_S = 1800.0
 """Of the group in which such a hook's own collectives are: nobody may wait for so long."""
+
+
+def returns_work() -> str:
+    engine = make_engine("1", GROUP_TIMEOUT_S)
+    engine.register_comm_hook(None, lambda state, bucket: dist.all_reduce(bucket.buffer(), async_op=True))
+    with pytest.raises(UsageError) as raised:
+        cases.run_micro_batch(engine, cases.loss_of, 0, 0)
+    return str(raised.value)
+
+
+def test_a_hook_that_returns_a_collective_is_told_of_its_future() -> None:
+    pool = RankPool(2)
+    for said in pool.run(returns_work):
+        assert "expected a tensor, or a future of one (of a collective that is under way: .get_future())" in said, said
+    pool.stop(force=True)
 
 
 def go_wrong(how: str, overlap: bool, said_in: str = "") -> str:
@@ -34,7 +50,7 @@ def go_wrong(how: str, overlap: bool, said_in: str = "") -> str:
         begun: Any = dist.all_reduce(bucket.buffer(), async_op=True)
 
         def divide(future: Any) -> Any:
-            if calls[0] == 3 and how == "callback":
+            if calls[0] == 3 and (how == "callback" or (how == "callback of one" and engine.rank == 1)):
                 raise ValueError("no more codebook")
             return future.value()[0] / dist.get_world_size()
 
@@ -68,6 +84,14 @@ def test_an_error_on_every_rank_is_the_hooks_own() -> None:
     for said in pool.run(go_wrong, "callback", True):
         assert "no more codebook" in said, said
     pool.stop(force=True)
+
+
+def test_an_error_on_one_rank_is_the_hooks_own_and_told_to_the_others() -> None:
+    pool = RankPool(2)
+    waits, raised = pool.run(go_wrong, "callback of one", True)
+    pool.stop(force=True)
+    assert "no more codebook" in raised and not raised.startswith("CommunicationError"), raised
+    assert waits.startswith("CommunicationError: rank 1 raised: ") and "no more codebook" in waits, waits
 
 
 def test_a_rank_that_is_killed_in_a_hook_is_named(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 import shardengine
+from shardengine.ddp.comm_hooks import Messages, by_name, error_feedback
+from shardengine.ddp.comm_hooks import hook as hook_module
 from shardengine.errors import UsageError
 from tests.support import cases
 from tests.support.comparing import assert_equal_to_truth
@@ -380,3 +383,23 @@ def unfrozen() -> None:
 
 def test_errors_move_to_a_new_layout(pools: Pools) -> None:
     pools(2).run(unfrozen)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1000.0])
+@pytest.mark.parametrize("name", ["fp16", "int8", "int4"])
+def test_messages_to_many_receivers_are_those_to_each(name: str, scale: float) -> None:
+    """All at once, or one by one; and what both have not said."""
+    found = []
+    for most in (0, 100):
+        with mock.patch.object(hook_module, "MANY", most), mock.patch.object(error_feedback, "MANY", most):
+            hook = by_name(name, {"error_feedback": True})
+            assert hook is not None
+            hook.allocate(0, 12 * 512, [], 12, torch.device("cpu"))
+            hook.note_scale(scale)
+            full = torch.randn(12 * 512, generator=torch.Generator().manual_seed(0)) * scale
+            full[700], full[5000] = float("nan"), 1e30
+            out = torch.zeros(12 * hook.bytes_of(512), dtype=torch.uint8)
+            Messages(hook, 0, [(0, 12 * 512)]).encode(full, 12, out)
+            found.append((out, hook.errors[0]))
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+    assert found[0][1].isfinite().all() and found[0][1].any()

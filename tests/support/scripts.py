@@ -1,4 +1,8 @@
-"""Scripts on ranks that are forked: as torchrun would run them, without a new interpreter that imports everything."""
+"""Scripts on ranks that are forked, without a new interpreter that imports everything.
+
+Not as under a launcher: it sets no variables, what is imported already is not imported again, and nothing runs at the
+end of a process.
+"""
 
 from __future__ import annotations
 
@@ -61,13 +65,6 @@ def started(forks: Forks, environments: list[dict[str, str]], script: Path, *opt
     said = forks.live(_started, environments, str(where), words, ranks=len(environments))
     assert all(each and each[-1] is None for each in said), said
     return ["".join(each[:-1]) for each in said]
-
-
-def died(forks: Forks, ranks: int, script: Path, *options: object, where: Path) -> str:
-    """What ranks had printed that have all died by a signal."""
-    said = _run(forks, ranks, [script, *options], where, None)
-    assert not any(None in words for words in said), said
-    return "".join(word for words in said for word in words)
 
 
 def _run(

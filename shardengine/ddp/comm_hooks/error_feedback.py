@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardengine.ddp.comm_hooks.hook import CommHook, CompressedHook, Part, Used
+from shardengine.ddp.comm_hooks.hook import MANY, CommHook, CompressedHook, Part, Used
 from shardengine.kernels import residual
 
 
@@ -60,9 +60,24 @@ class ErrorFeedback(CommHook):
         waiting = [(start, end, error[start:end].clone()) for start, end in between(used, len(error))]
         count = len(messages)
         for said, part, message in zip(full.chunk(count), error.chunk(count), messages, strict=True):
-            residual(said, self._inner.compressed(message, part.numel()), part, divisor=self._scale)
+            if count > MANY:
+                self._inner.decode(message, part)
+            else:
+                residual(said, self._inner.compressed(message, part.numel()), part, divisor=self._scale)
+        if count > MANY:
+            torch.sub(full, error, out=error)
+            keep(error, self._scale)
         for start, end, values in waiting:
             error[start:end] = values
+
+
+def keep(error: Tensor, scale: float) -> None:
+    """Of gradients that are multiplied with ``scale``: without it, and what is not finite is forgotten."""
+    error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+    if scale != 1:
+        error.div_(
+            torch.full((), scale, dtype=error.dtype, device=error.device)
+        )  # a host scalar is a reciprocal on CUDA
 
 
 def between(used: Used, end: int) -> Used:

@@ -110,15 +110,28 @@ class CommHook:
         """``full`` was encoded as ``messages``; it is used no more."""
 
 
+MANY = 8
+"""Messages of a bucket from which on a launch for each of them takes longer than a copy of all."""
+
+
 class CompressedHook(CommHook):
-    """A message is what ``kernels.compress`` makes of a slice, laid out as ``compressed`` says."""
+    """A message is what ``kernels.compress`` makes of a slice: values, then scales if there are any. ``name`` is its
+    kind."""
 
     def compressed(self, message: Tensor, elements: int) -> Compressed:
-        """A message for so many elements, as parts of its own memory; ``self.name`` is the kind."""
+        """A message for so many elements, as parts of its own memory."""
         raise NotImplementedError
 
     def encode(self, full: Tensor, receivers: int, out: Tensor) -> None:
-        """Slice by slice, into the messages."""
+        """Slice by slice, into the messages; of many, which are short, all at once and then into the messages."""
+        if receivers > MANY:
+            rows = out.view(receivers, -1)
+            whole = compress(full, self.name, block=self.compressed(rows[0], full.numel() // receivers).block)
+            values = whole.values.view(torch.uint8).view(receivers, -1)
+            rows[:, : values.shape[1]].copy_(values)
+            if whole.scales is not None:
+                rows[:, values.shape[1] :].copy_(whole.scales.view(torch.uint8).view(receivers, -1))
+            return
         for part, message in zip(full.chunk(receivers), out.chunk(receivers), strict=True):
             into = self.compressed(message, part.numel())
             compress(part, self.name, block=into.block, out=into)

@@ -26,6 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardengine.ddp.comm_hooks.error_feedback import keep
 from shardengine.ddp.comm_hooks.hook import CommHook, Part, Used
 
 _ALIGN = 16
@@ -163,7 +164,7 @@ class PowerSGD(CommHook):
         if error is not None:
             before = full if is_used else error * self._scale
             torch.sub(before, product / self._ranks, out=error)
-            _keep(error, self._scale)
+            keep(error, self._scale)
         full.copy_(product)
         if self._options.warm_start:
             kept = self.factors[matrix.part.parameter]
@@ -196,13 +197,6 @@ class PowerSGD(CommHook):
         """The same on every rank and device."""
         generator = torch.Generator().manual_seed((self._options.seed + matrix.part.number + (step << 40)) % 2**63)
         return torch.randn(matrix.columns, self._options.rank, generator=generator).to(device)
-
-
-def _keep(error: Tensor, scale: float) -> None:
-    """Of gradients that are multiplied with ``scale``: without it, and what is not finite is forgotten."""
-    error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-    if scale != 1:
-        error.div_(scale)
 
 
 def _plan(options: LowRank, parts: Sequence[Part], ranks: int) -> _Plan:

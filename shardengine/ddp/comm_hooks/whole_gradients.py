@@ -81,10 +81,11 @@ class WholeGradients(CommHook):
             ready: torch.futures.Future[Any] = torch.futures.Future()
             ready.set_result(given)
             return ready
-        if not hasattr(given, "wait"):
+        if not hasattr(given, "add_done_callback"):
+            cure = " (of a collective that is under way: .get_future())" if hasattr(given, "get_future") else ""
             raise UsageError(
                 f"the communication hook {self._label} returned {type(given).__name__}: expected a tensor, or a future "
-                "of one"
+                f"of one{cure}"
             )
         return given
 
@@ -116,6 +117,15 @@ class FutureWork:
     def is_completed(self) -> bool:
         """Whether it is there."""
         return self._future.done()
+
+    @property
+    def error(self) -> BaseException | None:
+        """What it failed with, once it is there."""
+        try:
+            self._future.value()
+        except Exception as error:
+            return error
+        return None
 
     def get_future(self) -> torch.futures.Future[Any]:
         """It."""

@@ -133,7 +133,7 @@ FUNCTION void subtract(const float *whole, const float *decoded, float *out, int
     for (int64_t i = 0; i < count; i++) out[i] = out[i] / divisor;
 }
 
-// A tile's numbers, fp32, to where they are wanted, in which form. room: may hold them.
+// A tile's numbers, fp32, to where they are wanted, in which form.
 FUNCTION void give_tile(const CodingArguments &a, const float *decoded, int64_t at, int64_t count) {
     if (a.whole)
         subtract(a.whole + at, decoded, static_cast<float *>(a.wide) + at, count, a.divisor);

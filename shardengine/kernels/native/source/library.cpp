@@ -265,11 +265,12 @@ using CodingBody = void (*)(const CodingArguments &, int64_t, int64_t);
 static void in_pieces(int threads, const CodingArguments &a, CodingBody of_floats, CodingBody of_blocks) {
     const auto blocks = [&](int64_t begin, int64_t end) { of_blocks(a, begin, end); };
     const auto elements = [&](int64_t begin, int64_t end) { of_floats(a, begin, end); };
-    const int64_t granule = at_least_one(LINE * 2 / a.block);  // 64 bytes of int4
-    if (a.levels)
-        in_parallel((a.count + a.block - 1) / a.block, granule, at_least_one(LEAST / a.block), threads, blocks);
-    else
+    if (!a.levels) {
         in_parallel(a.count, LINE, LEAST, threads, elements);
+        return;
+    }
+    const int64_t granule = at_least_one(LINE * 2 / a.block);  // 64 bytes of int4
+    in_parallel((a.count + a.block - 1) / a.block, granule, at_least_one(LEAST / a.block), threads, blocks);
 }
 
 EXPORTED void shardengine_compress(int set, int threads, const CodingArguments *arguments) {
