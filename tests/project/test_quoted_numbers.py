@@ -83,6 +83,22 @@ def buckets() -> str:
     return " ".join(lines)
 
 
+def parts() -> str:
+    """The table of a short step's phases."""
+    (run,) = [run for run in result("ddp_parts-xeon-2core")["runs"] if run["ranks"] == 2]
+    return " ".join(
+        f"| {name} | {row['forward']:.1f} | {row['backward']:.1f} | {row['update']:.1f} | {interval(row['of_base'], 3)} |"
+        for name, row in run["steps"].items()
+        if name in ("no communication", "torch 25 MB", "ours auto", "ours noop")
+    )
+
+
+def parts_alone() -> str:
+    """What operations take alone."""
+    (run,) = [run for run in result("ddp_parts-xeon-2core")["runs"] if run["ranks"] == 2]
+    return "Alone, on as many elements: " + ", ".join(f"{name} {ms:.1f}" for name, ms in run["alone"].items())
+
+
 CODED = {
     "ours auto": "no hook",
     "ours fp16": "fp16",
@@ -327,6 +343,8 @@ QUOTES: list[tuple[str, Callable[[], str]]] = [
     (PRECISION, lambda: convergence("bf16-pure", "bf16 without master weights, rounded to nearest")),
     (PRECISION, hooks),
     (BENCHMARKS, buckets),
+    (BENCHMARKS, parts),
+    (BENCHMARKS, parts_alone),
     (BENCHMARKS, coded),
     (PRECISION, lambda: convergence("states-bf16", "bf16", "convergence_states-epyc-2core")),
     (PRECISION, lambda: convergence("states-8bit", "8 bits", "convergence_states-epyc-2core")),
