@@ -87,7 +87,8 @@ def parts() -> str:
     """The table of a short step's phases."""
     (run,) = [run for run in result("ddp_parts-xeon-2core")["runs"] if run["ranks"] == 2]
     return " ".join(
-        f"| {name} | {row['forward']:.1f} | {row['backward']:.1f} | {row['update']:.1f} | {interval(row['of_base'], 3)} |"
+        f"| {name} | {' | '.join(f'{row[phase]:.1f}' for phase in ('forward', 'backward', 'update'))} | "
+        f"{interval(row['of_base'], 3)} |"
         for name, row in run["steps"].items()
         if name in ("no communication", "torch 25 MB", "ours auto", "ours noop")
     )
