@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardengine.comm.failures import Failures
-from shardengine.comm.flight_recorder import CollectiveRecord, FlightRecorder, Purpose, first_difference
+from shardengine.comm.flight_recorder import HOOK, CollectiveRecord, FlightRecorder, Purpose, first_difference
 from shardengine.comm.frames import ROOM, first_frame, lengths, table
 from shardengine.comm.group_kind import GroupName
 from shardengine.comm.mesh import Mesh
@@ -404,10 +404,10 @@ class Collectives:
     def follow(self, work: Any, what: Subject, purpose: Purpose, on_complete: Callable[[], None]) -> Work:
         """What somebody else has begun on every rank, waited for as what is begun here. Its bytes are not known.
 
-        work: has torch's ``wait``, ``is_completed`` and ``get_future``, and what has failed, ``error``: that is named
-        where a rank is silent, else it is for ``on_complete`` to raise.
+        work: has torch's ``wait``, ``is_completed`` and ``get_future``, and what has failed, ``error``: of a connection
+        it names who is missing, else it is for ``on_complete`` to raise.
         """
-        record = self._record(GroupName.REDUCE, "communication hook", what, 0, purpose, begun_here=False)
+        record = self._record(GroupName.REDUCE, HOOK, what, 0, purpose, begun_here=False)
 
         def complete() -> None:
             if (error := work.error) is not None:

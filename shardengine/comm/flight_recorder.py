@@ -20,6 +20,9 @@ from torch import Tensor
 from shardengine.comm.group_kind import GroupName
 from shardengine.comm.positions import Waiting
 
+HOOK = "communication hook"
+"""The operation of what a hook of the user's has begun."""
+
 
 class Purpose(enum.Enum):
     """What bytes are sent for; ``STEP`` are those of a step, which its formula counts but for ``ROWS``."""

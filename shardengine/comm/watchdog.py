@@ -13,6 +13,7 @@ import time
 from contextlib import suppress
 
 from shardengine.comm.failures import FailureReport, Failures
+from shardengine.comm.flight_recorder import HOOK
 from shardengine.comm.group_kind import GroupName
 from shardengine.comm.positions import Departure, Presence, Waiting, deadlock
 from shardengine.comm.store_board import Unreachable
@@ -27,6 +28,12 @@ the program's own barriers reports nothing."""
 _GRACE_S = 2.0
 MEETING = "meeting"
 """In the place of a group: the wait of `meeting.meet_before_groups`."""
+NOBODY_MISSING = "every rank waits for it: the connection between them is broken"
+"""A diagnosis."""
+_RESET = "Handle the cause, then call engine.reset() on every rank, or start the ranks again"
+_RESTART = (
+    "Handle the cause, and start the ranks again: what a hook has begun itself is not put in order by engine.reset()"
+)
 _BLOCKS = (
     "At stage 3 ranks also run the same blocks in the same order, forward and backward: what differs between ranks "
     "must lie inside of one unit (list the class of the module around it in zero_optimization.units)"
@@ -147,9 +154,9 @@ class Watchdog:
 
     def _raise_reported(self, reports: dict[int, FailureReport]) -> None:
         for rank, report in sorted(reports.items()):
+            cure = _RESTART if self._waiting.text.startswith(HOOK) else _RESET
             raise CommunicationError(
-                f"rank {rank} {report.verb}: {report.text}. Meanwhile {self._waiting.text} cannot end. Handle the "
-                "cause, then call engine.reset() on every rank, or start the ranks again"
+                f"rank {rank} {report.verb}: {report.text}. Meanwhile {self._waiting.text} cannot end. {cure}"
             )
 
     def _raise_left(self, left: dict[int, Departure]) -> None:
@@ -187,17 +194,8 @@ class Watchdog:
                 break
             time.sleep(0.1)
         if not missing:
-            return "every rank waits for it: the connection between them is broken"
+            return NOBODY_MISSING
         return failures.describe(missing, waits)
-
-    @property
-    def somebody_is_silent(self) -> bool:
-        """Whether some rank of those that this one needs neither waits nor says that it has failed, or nothing can be
-        heard."""
-        try:
-            return bool(self._others() - self._failures.waits().keys() - self._failures.standing().keys())
-        except Unreachable:
-            return True
 
     def _others(self) -> set[int]:
         ranks = self._waiting.members or range(self._failures.mesh.ranks)

@@ -19,10 +19,12 @@ from shardengine.comm.failures import Failures
 from shardengine.comm.flight_recorder import CollectiveRecord
 from shardengine.comm.group_kind import GroupName
 from shardengine.comm.mesh import Mesh
-from shardengine.comm.watchdog import Watchdog
+from shardengine.comm.watchdog import NOBODY_MISSING, Watchdog
 from shardengine.errors import CommunicationError, MismatchError
 
 _SLICE = timedelta(seconds=0.5)
+_BACKENDS = ("gloo", "nccl", "connection")
+"""Words of errors that come from what carries messages."""
 
 
 class Work:
@@ -102,22 +104,24 @@ def wait_for(work: dist.Work, record: CollectiveRecord, failures: Failures) -> N
 
 
 def explain(error: BaseException, record: CollectiveRecord, failures: Failures) -> None:
-    """``CommunicationError`` where ``error``, of what others have begun, may come from a rank that is gone: one has
-    left, or neither waits nor says what has failed."""
-    if failures.mesh.ranks == 1:
+    """``CommunicationError`` where ``error``, of what others have begun, comes from a connection: who is missing."""
+    if failures.mesh.ranks == 1 or not any(word in str(error).lower() for word in _BACKENDS):
         return
     rank = failures.mesh.rank
     watchdog = Watchdog(failures, record.waiting(rank))
     try:
         watchdog.look_for_departures()
-        diagnosis = watchdog.diagnosis()
-        if not watchdog.somebody_is_silent:
-            watchdog.end()
-            return
-        raise CommunicationError(f"{record.describe(rank)} failed: {error}. {diagnosis}") from error
+        raise CommunicationError(f"{record.describe(rank)} failed: {error}. {watchdog.diagnosis()}") from error
     except CommunicationError as raised:
         failures.give_up(str(raised))
         raise
+
+
+def _diagnosis(watchdog: Watchdog, record: CollectiveRecord) -> str:
+    said = watchdog.diagnosis()
+    if said == NOBODY_MISSING and not record.begun_here:
+        return "Every rank waits for the future that its hook has returned, and nobody has completed it"
+    return said
 
 
 def _wait_under_watchdog(work: dist.Work, record: CollectiveRecord, failures: Failures) -> None:
@@ -134,7 +138,8 @@ def _wait_under_watchdog(work: dist.Work, record: CollectiveRecord, failures: Fa
             watchdog.look()
             if watchdog.overdue:
                 raise CommunicationError(
-                    f"{record.describe(rank)} did not end within {failures.mesh.timeout_s:g} s. {watchdog.diagnosis()}"
+                    f"{record.describe(rank)} did not end within {failures.mesh.timeout_s:g} s. "
+                    f"{_diagnosis(watchdog, record)}"
                 )
             try:
                 work.wait(_SLICE)

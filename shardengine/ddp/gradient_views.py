@@ -229,7 +229,7 @@ class GradientViews:
             self._show(index)
 
     def take_digest(self) -> int:
-        """``digest``, which begins anew: ranks differ in it, and have been told."""
+        """``digest``, which begins anew on every rank."""
         digest, self.digest = self.digest, 0
         return digest
 
@@ -392,7 +392,11 @@ class GradientViews:
         """Join a change to the digest; numbers on another device than the CPU are not waited for."""
         told = [a.tolist() if isinstance(a, Tensor) and a.numel() == 1 and a.device.type == "cpu" else type(a).__name__
                 if isinstance(a, Tensor) else a for a in arguments]  # fmt: skip
-        self.digest = zlib.crc32(repr((index, str(operation), told)).encode(), self.digest)
+        self.note(index, str(operation), told)
+
+    def note(self, *told: Any) -> None:
+        """Join to the digest what was done to gradients."""
+        self.digest = zlib.crc32(repr(told).encode(), self.digest)
 
     def values(self, index: int, what: str) -> Tensor:
         """A copy of the whole gradient, where this rank holds it; ``UsageError`` elsewhere. what: wants to read it."""

@@ -398,6 +398,7 @@ class Reducer:
         self._order = _Order(len(self.buckets), self._order.units)
         self._static = None
         self._came = {}
+        self.views.take_digest()  # some ranks may have failed before they did what others have done
         self.early_use.forget()
         if self.hook is not None:
             self.hook.start_again()
@@ -774,8 +775,10 @@ class Reducer:
             gradients.append(shaped(flat, spec) if spec.shape and flat.numel() == spec.numel else flat)
         number, last = self._order.place_of(layout.index), len(self.buckets) - 1
         those = [parameters[piece.parameter] for piece in pieces]
-        bucket = GradBucket(layout.index, number == last, full, gradients, those)
-        future = hook.begin(bucket)
+        bucket, elements = GradBucket(layout.index, number == last, full, gradients, those), full.numel()
+        with self.step_state.in_hook():
+            future = hook.begin(bucket)
+        hook.require_whole(full, elements)
 
         def take() -> None:
             full.copy_(hook.result(future, full))

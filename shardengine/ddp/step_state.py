@@ -89,6 +89,7 @@ class StepState:
         self.quiet = False
         self.summoned = self.edited = 0
         self.averaged = False
+        self._hook_runs = False
         self.offloaded: set[str] = set()
         self.join = Join(rank, ranks)
         self.replicas = replicas or Replicas()
@@ -208,8 +209,22 @@ class StepState:
         """Everything is back."""
         self.offloaded.clear()
 
+    @contextmanager
+    def in_hook(self) -> Iterator[None]:
+        """A function of the user's runs, which may not call the engine."""
+        self._hook_runs = True
+        try:
+            yield
+        finally:
+            self._hook_runs = False
+
     def require(self, call: Call, shown: str = "") -> None:
         """``UsageError`` where ``call``, one of ``NEEDS``, cannot be served now. shown: how it is named there."""
+        if self._hook_runs:
+            raise UsageError(
+                f"{shown or call} inside of a communication hook (rank {self.rank}), which runs in the middle of "
+                "backward: expected it after backward, or after the step"
+            )
         for need in NEEDS[call]:
             if (sentence := need(self, shown or call)) is not None:
                 raise UsageError(sentence)

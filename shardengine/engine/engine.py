@@ -756,7 +756,8 @@ class Engine(Inspection):
         """
         if not self.is_open:
             return
-        self._core.step_state.require("close()" if restore else "close(restore=False)")
+        with self._core.collectives.failures.reports_failure("close", lambda _: "at its start"):
+            self._core.step_state.require("close()" if restore else "close(restore=False)")
         alone = closing.part(self._core, saves=self._saves is not None)
         try:
             offload_states.reload(self._core)

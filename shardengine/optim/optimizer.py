@@ -234,9 +234,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             way = "reset()" if self._step_state.must_be_stepped else "zero_grad()"
             raise MismatchError(
                 "the optimizer's options (learning rates and the like) differ between ranks, or what was done to "
-                "parameter.grad so far does, or by what backward has divided losses, so their weights would: expected "
-                f"the same on every rank, this one has {groups}, loss scale {self.loss_scale:g}, changes of gradients "
-                f"with the digest {changes:08x} and losses divided by {sorted(self.divisors)}; set them and call "
+                "parameter.grad so far does (clip_grad_norm_ included), or which parameters are frozen, or by what "
+                "backward has divided losses, so their weights would: expected the same on every rank, this one has "
+                f"{groups}, loss scale {self.loss_scale:g}, changes of gradients with the digest {changes:08x}, "
+                f"{self._frozen} frozen parameters and losses divided by {sorted(self.divisors)}; set them and call "
                 f"engine.{way}. A scheduler that is stepped with a metric (ReduceLROnPlateau) needs the same one on "
                 "every rank: average it over the ranks first" + self._told_of_gone()
             )
@@ -256,6 +257,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             by_squares=self.norm_type == 2,
             fixed=_JOINED if self._step_state.join.is_open else self._stepped_with,
         )
+
+    @property
+    def _frozen(self) -> int:
+        """Parameters of the layout that are frozen for now."""
+        return sum(not parameter.requires_grad for parameter in self._reducer.views.parameters)
 
     def _norm_of(self, sums: Tensor) -> tuple[Tensor, Tensor]:
         """The norm of the complete gradient, and the squares of each parameter's, from what some ranks have sent."""
@@ -326,7 +332,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         options = [
             (key, describe(value)) for group in self.param_groups for key, value in group.items() if key != "params"
         ]
-        text = repr((options, self.scaling, self._reducer.views.digest, sorted(divisors)))
+        trained = bytes(parameter.requires_grad for parameter in self._reducer.views.parameters)
+        text = repr((options, self.scaling, self._reducer.views.digest, sorted(divisors), trained))
         digest = torch.tensor([zlib.crc32(text.encode())], dtype=torch.int64).to(torch.uint32)
         values = torch.stack([total, *squares, *self._powers(device)])
         return Payload(digest.view(torch.uint8), values.to(self._reducer.buckets[0].bucket.full.device))
@@ -731,6 +738,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._reducer.views.adopt()
             self._reducer.finish_gradients()
         self.update.clip_to(max_norm)
+        self._reducer.views.note("clip_grad_norm_", max_norm, order)
         return self.norm.item()
 
     def watch_rates(self) -> None:

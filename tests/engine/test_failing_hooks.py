@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -100,3 +101,47 @@ def test_a_rank_that_is_killed_in_a_hook_is_named(tmp_path: Path) -> None:
     said = json.loads((tmp_path / "said").read_text())
     assert said.startswith("CommunicationError: communication hook number 3 on rank 0 for bucket"), said
     assert "Missing: rank 1 says nothing" in said, said
+
+
+def answers(what: str) -> str:
+    """What a hook's answer, or what it does, is told."""
+    engine = make_engine("1", GROUP_TIMEOUT_S)
+
+    def hook(state: Any, bucket: Any) -> Any:
+        buffer = bucket.buffer()
+        if what in CALLS:
+            CALLS[what](engine)
+        elif what == "resizes":
+            buffer.resize_(3)
+        given = {"counts": buffer.long(), "meta": buffer.to("meta"), "thread": futures.Future()}
+        return given.get(what, buffer)
+
+    engine.register_comm_hook(None, hook)
+    try:
+        cases.run_micro_batch(engine, cases.loss_of, 0, 0)
+    except UsageError as error:
+        return str(error)
+    return "nothing"
+
+
+CALLS: dict[str, Any] = {
+    "saves": lambda engine: engine.save_checkpoint("never"),
+    "steps": lambda engine: engine.step(),
+    "forgets": lambda engine: engine.zero_grad(),
+    "closes": lambda engine: engine.close(),
+}
+TOLD = {
+    "counts": "elements of torch.int64 on cpu: expected a tensor of the bucket's",
+    "meta": "elements of torch.float32 on meta: expected a tensor of the bucket's",
+    "thread": "returned Future: expected a tensor, or a future of one",
+    "resizes": "has resized the bucket's buffer to 3 elements",
+    **dict.fromkeys(CALLS, "inside of a communication hook (rank"),
+}
+
+
+def test_what_a_hook_may_not_answer_or_do() -> None:
+    pool = RankPool(2)
+    for what, text in TOLD.items():
+        for said in pool.run(answers, what):
+            assert text in said, f"{what}: {said}"
+    pool.stop(force=True)

@@ -219,3 +219,34 @@ def test_an_option_that_is_no_number_is_said_at_the_start_and_in_a_step(option: 
     engine.optimizer.param_groups[0][option] = good
     engine.step()
     engine.close()
+
+
+def differ_in(what: str, stage: str) -> str:
+    """What the step after says where rank 1 alone has clipped, or frozen a parameter."""
+    engine = cases.make_engine(cases.make_mlp(), cases.config_of(stage, gradient_clipping=0.0))
+    said = ""
+    try:
+        for step in range(3):
+            engine.backward(cases.loss_of(engine, step, engine.rank, 0))
+            if step == 1 and engine.rank == 1:
+                if what == "clipped":
+                    engine.clip_grad_norm_(0.01)
+                else:
+                    next(engine.module.parameters()).requires_grad_(False)
+            engine.step()
+    except MismatchError as error:
+        said = str(error)
+    engine.reset()
+    for parameter in engine.module.parameters():
+        parameter.requires_grad_(True)
+    assert cases.run_micro_batch(engine, cases.loss_of, 5, 0) > 0
+    engine.close()
+    return said
+
+
+@pytest.mark.parametrize("stage", ["0", "2", "3"])
+@pytest.mark.parametrize("what", ["clipped", "frozen"])
+def test_what_one_rank_alone_does_is_told(pools: Pools, what: str, stage: str) -> None:
+    told = {"clipped": "clip_grad_norm_ included", "frozen": "which parameters are frozen"}[what]
+    for said in pools(2).run(differ_in, what, stage):
+        assert told in said, said

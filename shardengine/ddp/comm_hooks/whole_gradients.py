@@ -81,7 +81,7 @@ class WholeGradients(CommHook):
             ready: torch.futures.Future[Any] = torch.futures.Future()
             ready.set_result(given)
             return ready
-        if not hasattr(given, "add_done_callback"):
+        if not (hasattr(given, "add_done_callback") and hasattr(given, "wait")):
             cure = " (of a collective that is under way: .get_future())" if hasattr(given, "get_future") else ""
             raise UsageError(
                 f"the communication hook {self._label} returned {type(given).__name__}: expected a tensor, or a future "
@@ -89,15 +89,27 @@ class WholeGradients(CommHook):
             )
         return given
 
+    def require_whole(self, full: Tensor, elements: int) -> None:
+        """``UsageError`` where the hook has resized the buffer that it was given."""
+        if full.numel() != elements:
+            raise UsageError(
+                f"the communication hook {self._label} has resized the bucket's buffer to {full.numel()} elements: "
+                f"expected it to keep its {elements}, and to return another tensor"
+            )
+
     def result(self, future: torch.futures.Future[Any], like: Tensor) -> Tensor:
         """What ``begin`` has led to: as long as ``like``, flat."""
         given = future.wait()
         if isinstance(given, (list, tuple)) and len(given) == 1:
             given = given[0]
-        if not isinstance(given, Tensor) or given.numel() != like.numel():
-            came = f"{given.numel()} elements" if isinstance(given, Tensor) else type(given).__name__
+        fits = isinstance(given, Tensor) and given.numel() == like.numel()
+        if not fits or given.device != like.device or not given.dtype.is_floating_point:
+            came = type(given).__name__
+            if isinstance(given, Tensor):
+                came = f"{given.numel()} elements of {given.dtype} on {given.device}"
             raise UsageError(
-                f"the communication hook {self._label} gave {came}: expected a tensor of the bucket's {like.numel()}"
+                f"the communication hook {self._label} gave {came}: expected a tensor of the bucket's {like.numel()}, "
+                f"of a floating dtype on {like.device}"
             )
         return given.detach().reshape(-1)
 
