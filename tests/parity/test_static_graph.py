@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shardengine.comm import Collectives
 from shardengine.ddp.reducer import Reducer
 from shardengine.errors import UsageError
 from tests import oracle
@@ -88,20 +89,24 @@ def launches(stage: str, static: bool) -> tuple[list[int], int]:
     config = cases.config_of(stage, zero={"reduce_bucket_size": 60}, static_graph=static)
     engine: Any = cases.make_engine(make(), config, "SGD")
     counts: list[int] = []
-    launch = Reducer._launch
+    launch, exchange, lengths = Reducer._launch, Collectives.exchange, list[int]()
     with pytest.MonkeyPatch.context() as patch:
 
         def counted(self: Reducer, state: Any) -> None:
             counts[-1] += torch._C._current_graph_task_id() >= 0
             launch(self, state)
 
+        def measured(link: Collectives, payload: torch.Tensor, *what: str) -> torch.Tensor:
+            lengths.append(payload.numel())
+            return exchange(link, payload, *what)
+
         patch.setattr(Reducer, "_launch", counted)
+        patch.setattr(Collectives, "exchange", measured)
         for step in range(3):
             counts.append(0)
             cases.run_micro_batch(engine, loss_of, step, 0)
-    sent = engine.traffic()["by_purpose_last_step"]["control"]
     engine.close()
-    return counts, sent
+    return counts, lengths[-1]
 
 
 @pytest.mark.parametrize("stage", ["0", "1", "2"])
