@@ -24,8 +24,6 @@ _HEAD = 64
 _TEXT = _HEAD - 8
 ROOM = FRAME - _HEAD
 """Bytes of a message in its first frame: those of a step's of about 490 parameters."""
-
-
 _WORD = re.compile(r"[\w.]+")
 
 

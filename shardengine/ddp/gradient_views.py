@@ -229,7 +229,7 @@ class GradientViews:
             self._show(index)
 
     def take_digest(self) -> int:
-        """``digest``, which begins anew on every rank."""
+        """``digest``, which begins anew: called on every rank, where they may differ in it."""
         digest, self.digest = self.digest, 0
         return digest
 

@@ -60,11 +60,11 @@ class ErrorFeedback(CommHook):
         waiting = [(start, end, error[start:end].clone()) for start, end in between(used, len(error))]
         count = len(messages)
         for said, part, message in zip(full.chunk(count), error.chunk(count), messages, strict=True):
-            if count > MANY:
-                self._inner.decode(message, part)
-            else:
+            if count <= MANY:
                 residual(said, self._inner.compressed(message, part.numel()), part, divisor=self._scale)
-        if count > MANY:
+            else:
+                self._inner.decode(message, part)
+        if count > MANY:  # all at once, as they were encoded
             torch.sub(full, error, out=error)
             keep(error, self._scale)
         for start, end, values in waiting:
@@ -75,9 +75,7 @@ def keep(error: Tensor, scale: float) -> None:
     """Of gradients that are multiplied with ``scale``: without it, and what is not finite is forgotten."""
     error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
     if scale != 1:
-        error.div_(
-            torch.full((), scale, dtype=error.dtype, device=error.device)
-        )  # a host scalar is a reciprocal on CUDA
+        error.div_(torch.full((), scale, device=error.device))  # CUDA would multiply with a host scalar's reciprocal
 
 
 def between(used: Used, end: int) -> Used:

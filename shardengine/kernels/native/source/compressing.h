@@ -157,7 +157,7 @@ FUNCTION void decompress_floats(const CodingArguments &a, int64_t begin, int64_t
 // Blocks [begin, end).
 FUNCTION void decompress_blocks(const CodingArguments &a, int64_t begin, int64_t end) {
     float room[CODE_TILE];
-    int8_t halves[CODE_TILE];
+    int8_t integers[CODE_TILE];
     const bool packed = a.levels == LEVELS_OF_INT4;
     for (int64_t block = begin; block < end; block++) {
         const int64_t start = block * a.block, length = a.count - start < a.block ? a.count - start : a.block;
@@ -165,8 +165,8 @@ FUNCTION void decompress_blocks(const CodingArguments &a, int64_t begin, int64_t
             const int64_t left = start + length - at, count = left < CODE_TILE ? left : CODE_TILE;
             const int8_t *codes = static_cast<const int8_t *>(a.codes) + at;
             if (packed) {
-                unpack_pairs(static_cast<const uint8_t *>(a.codes) + at / 2, halves, (count + 1) / 2);
-                codes = halves;
+                unpack_pairs(static_cast<const uint8_t *>(a.codes) + at / 2, integers, (count + 1) / 2);
+                codes = integers;
             }
             float *place = place_of_tile(a, at, room);
             widen_integers(codes, place, count, a.scales[block]);
