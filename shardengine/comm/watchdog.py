@@ -28,6 +28,8 @@ the program's own barriers reports nothing."""
 _GRACE_S = 2.0
 MEETING = "meeting"
 """In the place of a group: the wait of `meeting.meet_before_groups`."""
+_DEADLOCK = "ranks wait for each other"
+"""It begins the sentence of a rank that found a deadlock, and stands in what another rank reads of that rank."""
 NOBODY_MISSING = "every rank waits for it: the connection between them is broken"
 """A diagnosis."""
 _RESET = "Handle the cause, then call engine.reset() on every rank, or start the ranks again"
@@ -75,7 +77,8 @@ class Watchdog:
     def look(self) -> None:
         """Between two slices: raise where what another rank said means that the wait is in vain.
 
-        ``CommunicationError``: it raised, gave up or has left. ``MismatchError``: ranks wait for each other.
+        ``CommunicationError``: it raised, gave up or has left. ``MismatchError``: ranks wait for each other, or did
+        until one of them found that.
         """
         if self._host_waits and time.monotonic() - self._started > POST_AFTER_S:
             self._post()
@@ -132,7 +135,7 @@ class Watchdog:
             raise MismatchError(_describe_deadlock(stuck))
 
     def look_for_departures(self) -> None:
-        """The wait has failed: ``CommunicationError`` where that is because a rank has left."""
+        """The wait has failed: as ``look`` where that is because a rank has left."""
         with suppress(Unreachable):
             left = self._left()
             reports = self._failures.standing() if left else {}
@@ -155,7 +158,7 @@ class Watchdog:
     def _raise_reported(self, reports: dict[int, FailureReport]) -> None:
         for rank, report in sorted(reports.items()):
             cure = _RESTART if self._waiting.text.startswith(HOOK) else _RESET
-            raise CommunicationError(
+            raise _error_of(report.text)(
                 f"rank {rank} {report.verb}: {report.text}. Meanwhile {self._waiting.text} cannot end. {cure}"
             )
 
@@ -167,7 +170,7 @@ class Watchdog:
             place = self._failures.place
             if self._waiting.group == MEETING:
                 place = f"this rank ({self._failures.mesh.rank}) is in {self._waiting.where}"
-            raise CommunicationError(f"{said}; {place}, and {self._waiting.text} cannot end. {cure}")
+            raise _error_of(said)(f"{said}; {place}, and {self._waiting.text} cannot end. {cure}")
 
     def _stuck(self) -> dict[int, Waiting]:
         """The deadlock in which this rank has stood for ``STANDS_S``."""
@@ -235,7 +238,12 @@ def _describe_deadlock(stuck: dict[int, Waiting]) -> str:
     cure = f"{_SAME}. {_BLOCKS}" if all(trains) else _SAME
     if any(evaluates) and all(one or other for one, other in zip(evaluates, trains, strict=True)):
         cure = _EVALUATE
-    return f"ranks wait for each other: {', '.join(places)}; none of them can end. {cure}"
+    return f"{_DEADLOCK}: {', '.join(places)}; none of them can end. {cure}"
+
+
+def _error_of(said: str) -> type[CommunicationError | MismatchError]:
+    """A deadlock is the same error on every rank, whichever of them found it first."""
+    return MismatchError if _DEADLOCK in said else CommunicationError
 
 
 def one_sentence(said: dict[int, str]) -> str:

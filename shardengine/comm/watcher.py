@@ -37,7 +37,7 @@ from shardengine.comm.positions import Presence
 from shardengine.comm.store_board import Unreachable
 from shardengine.comm.threads import ending_threads
 from shardengine.comm.watchdog import Watchdog
-from shardengine.errors import CommunicationError
+from shardengine.errors import CommunicationError, MismatchError
 
 _log = logging.getLogger(__name__)
 POLL_S = 1.0
@@ -125,7 +125,7 @@ class Watcher:
     def _judge(self, failures: Failures, watchdog: Watchdog, record: CollectiveRecord, now: float) -> str:
         try:
             watchdog.look()
-        except CommunicationError as error:
+        except (CommunicationError, MismatchError) as error:
             if self._in_vain_since is None:
                 self._in_vain_since = now
             return str(error) if now - self._in_vain_since >= GRACE_S else ""

@@ -112,7 +112,7 @@ def explain(error: BaseException, record: CollectiveRecord, failures: Failures) 
     try:
         watchdog.look_for_departures()
         raise CommunicationError(f"{record.describe(rank)} failed: {error}. {watchdog.diagnosis()}") from error
-    except CommunicationError as raised:
+    except (CommunicationError, MismatchError) as raised:
         failures.give_up(str(raised))
         raise
 

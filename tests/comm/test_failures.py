@@ -16,7 +16,7 @@ from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[a
 from shardengine.comm import meeting, store_board, watchdog
 from shardengine.comm.failures import FailureReport, Failures
 from shardengine.comm.mesh import Mesh
-from shardengine.comm.positions import Waiting
+from shardengine.comm.positions import Presence, Waiting
 from shardengine.comm.rendezvous import LAUNCHED
 from shardengine.comm.watchdog import Watchdog
 from shardengine.errors import CommunicationError, MismatchError
@@ -211,6 +211,28 @@ def test_the_cause_is_named_before_those_who_gave_up(monkeypatch: pytest.MonkeyP
     raises_in(three, "step 1")
     with pytest.raises(CommunicationError, match="rank 2 raised: Boom"):
         look_twice(one)
+
+
+def test_a_deadlock_is_the_same_error_on_the_rank_that_did_not_find_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one may have found it, given up and closed its engine before this one looked again."""
+    (one, two), _ = failures_of_ranks(monkeypatch)
+    here = Waiting("a gather", "gather 1", "gather", 1, issued={"gather": 1})
+    there = Waiting("a reduce", "reduce 1", "reduce", 1, issued={"reduce": 1})
+    one.post(here)
+    watching = Watchdog(two, there)
+    watching._post()
+    watching.look()
+    time.sleep(0.15)
+    with pytest.raises(MismatchError, match=r"^ranks wait for each other: rank 1") as found:
+        watching.look()
+    two.give_up(str(found.value))
+    with pytest.raises(MismatchError, match=r"^rank 1 gave up: ranks wait for each other"):
+        look_twice(one)
+    two.issued.update(reduce=1)
+    two.leave("has closed its engine", Presence.CLOSING)
+    two.withdraw()
+    with pytest.raises(MismatchError, match=r"^rank 1 has closed its engine \(gave up: ranks wait"):
+        Watchdog(one, here).look()
 
 
 def test_who_waits_for_the_same_is_not_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,6 +71,15 @@ def test_a_report_that_stands_breaks_off_what_is_in_flight(monkeypatch: pytest.M
     )
 
 
+@pytest.mark.usefixtures("soon")
+def test_a_deadlock_that_another_rank_found_breaks_off_what_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    (one, two), _ = failures_of_ranks(monkeypatch, timeout_s=LONG)
+    watching = Watcher(one)
+    in_flight(watching)
+    two.give_up("ranks wait for each other: rank 0 …, rank 1 …; none of them can end")
+    assert looks_until(watching, one).startswith("rank 1 gave up: ranks wait for each other")
+
+
 def test_nobody_is_missed_while_nothing_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watcher, "GRACE_S", 0.0)
     (one, two), _ = failures_of_ranks(monkeypatch, timeout_s=LONG)
