@@ -16,6 +16,7 @@ import torch.distributed as dist
 import shardengine
 from shardengine import kernels
 from shardengine.app.report import size
+from shardengine.budget import bucket_elements, prefetch_elements
 from shardengine.comm import (
     Collectives,
     GroupSpeed,
@@ -30,7 +31,6 @@ from shardengine.comm import (
 from shardengine.errors import UsageError
 from shardengine.kernels.native import library, processor
 from shardengine.offload import BufferPool
-from shardengine.planner import bucket_elements, prefetch_elements
 
 _PACKAGES = "torch triton numpy safetensors transformers tokenizers accelerate peft".split()
 ALWAYS = (

@@ -1,6 +1,6 @@
 """How fast a group is: the latency of a collective and its time per byte, measured in some milliseconds.
 
-Owns: what is timed, and the fit. Must not know: what is chosen by it (``planner/bucket_sizes.py``).
+Owns: what is timed, and the fit. Must not know: what is chosen by it (``budget/bucket_sizes.py``).
 
 [Note: Fit] A collective of B bytes is taken to last α + β·B. Two sizes are timed in turn, after a first time of each
 that does not count. A collective lasts as long as its slowest rank, so each time is the longest of all ranks; of these

@@ -17,6 +17,18 @@ import torch.distributed as dist
 from torch import nn
 
 from shardengine import kernels, stages
+from shardengine.budget import (
+    ALONE,
+    BucketSizes,
+    Footprint,
+    bucket_elements,
+    outside_bytes,
+    prefetch_elements,
+    settled,
+    tell_choice,
+    tell_window,
+    wire_of,
+)
 from shardengine.comm import (
     Collectives,
     Mesh,
@@ -36,18 +48,6 @@ from shardengine.errors import ConfigError, UsageError
 from shardengine.loading import Source
 from shardengine.offload import BufferPool, Platform, Tiers
 from shardengine.optim import Needs
-from shardengine.planner import (
-    ALONE,
-    BucketSizes,
-    Footprint,
-    bucket_elements,
-    outside_bytes,
-    prefetch_elements,
-    settled,
-    tell_choice,
-    tell_window,
-    wire_of,
-)
 from shardengine.runtime import (
     ActivationStore,
     Attachments,

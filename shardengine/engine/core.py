@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from shardengine import stages
+from shardengine.budget import BucketSizes
 from shardengine.comm import Collectives, Mesh, Purpose, Work
 from shardengine.ddp import BufferSync, Reducer, StepState, Window
 from shardengine.errors import UsageError
 from shardengine.offload import BufferPool, Tiers
-from shardengine.planner import BucketSizes
 from shardengine.runtime import Attachments, DeferredGather, Schedule, Unit, UnshardState, weight_bytes
 from shardengine.sharding import Bucket, Layout, Partition, Precision, mark_weights, restore_poison
 

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardengine.budget import tell_choice
 from shardengine.comm import Purpose, compare, run_on_all_ranks
 from shardengine.config import Config
 from shardengine.ddp import comm_hooks
@@ -42,7 +43,6 @@ from shardengine.engine.gathering import gathered
 from shardengine.errors import UsageError
 from shardengine.offload import Forms, Homes, Tier
 from shardengine.optim import ShardedOptimizer, check_groups, check_not_ignored, check_owned, lr_schedules
-from shardengine.planner import tell_choice
 from shardengine.runtime import Unit, placing
 from shardengine.sharding import (
     MASTER,

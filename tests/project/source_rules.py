@@ -18,7 +18,7 @@ PACKAGE = "shardengine"
 # door, its __init__.py. Inside a package the files may import each other as long as there is no cycle.
 IMPORT_ORDER = (
     "errors", "version", "trace", "other_engines",
-    "config", "stages", "kernels", "offload", "comm", "loading", "sharding", "ddp", "runtime", "optim", "planner",
+    "config", "stages", "kernels", "offload", "comm", "loading", "sharding", "ddp", "runtime", "optim", "budget",
     "engine", "checkpoint", "interchange", "pretrained", "lion", "muon", "monitors", "__init__",
     "compat", "integrations", "app", "run", "__main__",
 )  # fmt: skip

@@ -6,11 +6,11 @@ import math
 
 import pytest
 
+from shardengine.budget import BucketSizes, bucket_elements, prefetch_elements, settled
+from shardengine.budget.bucket_sizes import HIDDEN_BY_CPU, HOST_S, LEAST_ELEMENTS, MOST_ELEMENTS
 from shardengine.comm import GroupSpeed
 from shardengine.config import load_config
 from shardengine.errors import InternalError
-from shardengine.planner import BucketSizes, bucket_elements, prefetch_elements, settled
-from shardengine.planner.bucket_sizes import HIDDEN_BY_CPU, HOST_S, LEAST_ELEMENTS, MOST_ELEMENTS
 
 BATCH = {"train_micro_batch_size_per_gpu": 2}
 GLOO, NCCL = GroupSpeed(4e-4, 5e-10), GroupSpeed(3e-5, 1 / 50e9)

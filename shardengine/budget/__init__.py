@@ -4,14 +4,14 @@ Must not know: the values of tensors, ranks at work."""
 
 from __future__ import annotations
 
-from shardengine.planner.bucket_sizes import (
+from shardengine.budget.bucket_sizes import (
     ALONE,
     BucketSizes,
     bucket_elements,
     prefetch_elements,
     settled,
 )
-from shardengine.planner.memory import Footprint, outside_bytes, tell_choice, tell_window, wire_of
+from shardengine.budget.memory import Footprint, outside_bytes, tell_choice, tell_window, wire_of
 
 __all__ = [
     "ALONE",
