@@ -33,6 +33,7 @@ from shardengine.comm.agreement import compare, describe, run_on_all_ranks, sett
 from shardengine.comm.collectives import Collectives, Named, OnComplete, Parts, Subject, Way
 from shardengine.comm.failures import Failures
 from shardengine.comm.flight_recorder import STEP, Purpose
+from shardengine.comm.group_kind import GroupKind, GroupName
 from shardengine.comm.group_speed import GroupSpeed, measure_gathers, measure_reduction
 from shardengine.comm.launcher import cores, default_ranks, host_threads, launch, rank_environment
 from shardengine.comm.mesh import Mesh, Store, await_the_others
@@ -47,6 +48,8 @@ __all__ = [
     "Coding",
     "Collectives",
     "Failures",
+    "GroupKind",
+    "GroupName",
     "GroupSpeed",
     "Mesh",
     "Named",

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardengine import stages
 from shardengine.budget import BucketSizes
@@ -133,6 +133,17 @@ class Core:
     def weight_bytes(self) -> Counter[str]:
         """Bytes that hold weights at this moment, by tier; frozen ones outside of flat buffers are included."""
         return weight_bytes(self.units) + Counter(device=sum(p.nbytes for p in self.partition.outside))
+
+    def kept(self) -> Iterator[tuple[str, str, Tensor]]:
+        """The tensors in memory that hold model state: ("weights" or "states", tier, tensor); not what is in files."""
+        for unit in self.units:
+            for flat_buffer in unit.flat_buffers:
+                yield "weights", "device", flat_buffer.flat
+                for bucket in flat_buffer.buckets:
+                    for what, store in (("weights", bucket.weight_store), ("states", bucket.state_store)):
+                        if store is not None and not store.in_file:
+                            yield from ((what, store.tier_now, tensor) for tensor in store.tensors().values())
+        yield from (("weights", "device", parameter.data) for parameter in self.partition.outside)
 
     def mark_weights(self) -> None:
         """Write down where weights and buffers lie that are in no flat buffer; flat buffers do so themselves."""

@@ -30,6 +30,7 @@ from shardengine.kernels.operations import (
     direction_of_slice,
     exact_sum_of_squares,
     flatten,
+    has_values,
     offer,
     ordered_sum,
     residual,
@@ -41,6 +42,7 @@ from shardengine.kernels.operations import (
     update,
     wanted,
     withdraw,
+    without_values,
 )
 from shardengine.kernels.random_bits import Noise, random_bits
 from shardengine.kernels.reference import (
@@ -78,6 +80,7 @@ __all__ = [
     "exact_sum_of_squares",
     "flatten",
     "gradient_factor",
+    "has_values",
     "join_powers",
     "join_sums",
     "misfit",
@@ -103,4 +106,5 @@ __all__ = [
     "wanted",
     "widened_state",
     "withdraw",
+    "without_values",
 ]

@@ -1,7 +1,8 @@
-"""Every operation on meta tensors: the shapes and dtypes of its results, and errors where a real one would go wrong.
+"""Every operation where tensors have no values: the shapes and dtypes of results, and errors where a real one has them.
 
-Nothing is computed. What is checked here, at any cost, is what the operations' docstrings ask of their tensors: one
-device, contiguous, equal lengths, dtypes that an implementation knows. Must not know: values.
+These are meta tensors, and fake ones of any device (``operations.without_values``). Nothing is computed. What is
+checked here, at any cost, is what the operations' docstrings ask of their tensors: one device, contiguous, equal
+lengths, dtypes that an implementation knows. Must not know: values.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from shardengine.kernels.rules import Rule
 from shardengine.kernels.spans import Spans
 
 _FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-_META = torch.device("meta")
 
 
 def flatten(
@@ -52,25 +52,25 @@ def ordered_sum(
     tensors = {"out": out, **_numbered("term", terms)} | ({} if total is None else {"total": total})
     _require("ordered_sum", tensors, flat=tuple(tensors))
     _require_lengths("ordered_sum", tensors)
-    _require_scalar("ordered_sum", "nonfinite", nonfinite, torch.bool)
+    _require_scalar("ordered_sum", "nonfinite", nonfinite, torch.bool, out.device)
 
 
 def sum_of_squares(tensor: Tensor) -> Tensor:
     """See ``operations.sum_of_squares``."""
     _require("sum_of_squares", {"tensor": tensor}, flat=("tensor",))
-    return torch.empty((), dtype=torch.float64, device=_META)
+    return torch.empty((), dtype=torch.float64, device=tensor.device)
 
 
 def squares_of_slice(form: Factored, values: Tensor, offset: int) -> Tensor:
     """See ``operations.squares_of_slice``."""
     _require("squares_of_slice", {"values": values}, flat=("values",))
-    return torch.empty(2, form.all_rows + form.all_columns, dtype=torch.float64, device=_META)
+    return torch.empty(2, form.all_rows + form.all_columns, dtype=torch.float64, device=values.device)
 
 
 def exact_sum_of_squares(values: Tensor) -> Tensor:
     """See ``operations.exact_sum_of_squares``."""
     _require("exact_sum_of_squares", {"values": values}, flat=("values",))
-    return torch.empty(2, dtype=torch.float64, device=_META)
+    return torch.empty(2, dtype=torch.float64, device=values.device)
 
 
 def direction_of_slice(form: Factored, gradient: Tensor, offset: int, scales: Tensor, most: float) -> Tensor:
@@ -135,8 +135,8 @@ def update(
             raise ValueError(f"update: expected spans that begin at multiples of {BLOCK} elements, got {span}")
     if spans and spans[-1].end > flats["weight"].numel():
         raise ValueError(f"update: expected spans inside of {flats['weight'].numel()} elements, got {spans[-1]}")
-    _require_scalar("update", "factor", factor, torch.float32)
-    _require_scalar("update", "skip", skip, torch.bool)
+    _require_scalar("update", "factor", factor, torch.float32, flats["weight"].device)
+    _require_scalar("update", "skip", skip, torch.bool, flats["weight"].device)
 
 
 def compress(
@@ -151,8 +151,8 @@ def compress(
 ) -> Compressed:
     """See ``operations.compress``."""
     _require("compress", {"values": values}, flat=("values",))
-    _require_scalar("compress", "saturated", saturated, torch.int64)
-    return allocated(kind, values.numel(), block, _META) if out is None else out
+    _require_scalar("compress", "saturated", saturated, torch.int64, values.device)
+    return allocated(kind, values.numel(), block, values.device) if out is None else out
 
 
 def decompress(compressed: Compressed, out: Tensor) -> None:
@@ -177,10 +177,13 @@ def _numbered(name: str, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
 
 
 def _require(operation: str, tensors: Mapping[str, Tensor], flat: Sequence[str]) -> None:
-    """All on meta, contiguous, floating; those named in ``flat`` with one dimension."""
+    """All on the first one's device, contiguous, floating; those named in ``flat`` with one dimension."""
+    device = next(iter(tensors.values())).device
     for name, tensor in tensors.items():
-        if tensor.device != _META:
-            raise ValueError(f"{operation}: expected all tensors on one device, meta, got {name} on {tensor.device}")
+        if tensor.device != device:
+            raise ValueError(
+                f"{operation}: expected all tensors on one device, {device}, got {name} on {tensor.device}"
+            )
         if not tensor.is_contiguous() or (name in flat and tensor.dim() != 1):
             wanted = "a flat, contiguous" if name in flat else "a contiguous"
             raise ValueError(f"{operation}: expected {name} to be {wanted} tensor, got {tuple(tensor.shape)} with "
@@ -195,9 +198,9 @@ def _require_lengths(operation: str, tensors: Mapping[str, Tensor]) -> None:
         raise ValueError(f"{operation}: expected tensors of one length, got {lengths}")
 
 
-def _require_scalar(operation: str, name: str, value: Tensor | None, dtype: torch.dtype) -> None:
-    if value is not None and (value.device != _META or value.dim() or value.dtype is not dtype):
+def _require_scalar(operation: str, name: str, value: Tensor | None, dtype: torch.dtype, device: torch.device) -> None:
+    if value is not None and (value.device != device or value.dim() or value.dtype is not dtype):
         raise ValueError(
-            f"{operation}: expected {name} to be 0-dim, {dtype}, on meta, got {tuple(value.shape)}, {value.dtype}, on "
-            f"{value.device}"
+            f"{operation}: expected {name} to be 0-dim, {dtype}, on {device}, got {tuple(value.shape)}, "
+            f"{value.dtype}, on {value.device}"
         )

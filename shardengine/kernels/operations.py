@@ -3,7 +3,7 @@
 An operation checks nothing about its tensors beyond what would corrupt memory: they are the engine's own. All of them
 are flat and contiguous unless said otherwise, and lie on one device: ValueError where one of the first few does not.
 ``implementation`` chooses who carries it out: ``reference`` and its neighbours in torch, ``native``'s C++ on a CPU,
-Triton kernels on a GPU. All give the same bits. On meta tensors ``meta`` checks more, and computes nothing.
+Triton kernels on a GPU. All give the same bits. Where tensors have no values ``meta`` checks more and computes nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import functools
 import importlib
 import itertools
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import IntEnum
 from types import ModuleType
 from typing import NamedTuple
@@ -31,6 +32,8 @@ from shardengine.kernels.spans import Spans
 _CHOICES = ("auto", "reference", "native", "triton")
 _ASKED = 8
 """Tensors of a call that are asked for their device, which takes 0.1 µs each."""
+_without: list[None] = []
+"""One for each ``without_values`` that is open."""
 _withdrawn: set[str] = set()
 """Types of device for which another rank has no kernels of ours, so that this one does not use its own."""
 
@@ -93,13 +96,28 @@ def implementation(device: torch.device) -> ModuleType | None:
     Triton on GPUs, native on CPUs where it can be had. Each is imported here, at its first use: on a CPU Triton never
     is. SHARDENGINE_NATIVE and SHARDENGINE_ISA are ``native.library``'s. Ranks of one engine agree (``offer``).
     """
-    if device.type == "meta":
+    if device.type == "meta" or not has_values():
         return meta
     if _is_tritons(device.type):
         return importlib.import_module("shardengine.kernels.triton")
     if wanted() in ("native", "auto") and device.type == "cpu" and device.type not in _withdrawn:
         return _native()
     return None
+
+
+@contextmanager
+def without_values() -> Iterator[None]:
+    """Inside, in this process, what operations are given has shapes and no values, whatever its device: ``meta``'s."""
+    _without.append(None)
+    try:
+        yield
+    finally:
+        _without.pop()
+
+
+def has_values() -> bool:
+    """Whether tensors have values, so that they have addresses and can be computed with."""
+    return not _without
 
 
 def _is_tritons(device_type: str) -> bool:

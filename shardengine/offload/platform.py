@@ -216,6 +216,10 @@ class Platform:
         here.copy_(values, non_blocking=True)
         return Fetched(here, self.mark())
 
+    def empty(self, count: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor in the device's memory with undefined contents."""
+        return torch.empty(count, dtype=dtype, device=self.device)
+
     def host_empty(self, count: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
         """A flat tensor in host memory with undefined contents. pinned: page-locked where that speeds up copies."""
         return torch.empty(count, dtype=dtype, device=HOST, pin_memory=pinned and self.device.type == "cuda")

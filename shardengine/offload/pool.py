@@ -46,7 +46,7 @@ class BufferPool:
                 buffer = self._platform.host_empty(length, dtype, pinned=self._pins)
                 setattr(buffer.untyped_storage(), _ON_HOST, True)
             else:
-                buffer = torch.empty(length, dtype=dtype, device=self._platform.device)
+                buffer = self._platform.empty(length, dtype)
         self._bytes[on_host] += buffer.nbytes
         return buffer
 

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardengine.errors import UsageError
+from shardengine.kernels import has_values
 from shardengine.offload import Fetched, Platform
 from shardengine.sharding.inner import aliases_of, is_outer, leaves_of, outers_of
 
@@ -43,7 +44,7 @@ class _Element:
         lowest = False if dtype is torch.bool else 0 if has_nan else torch.iinfo(dtype).min
         self._value: float | int = float("nan") if has_nan else lowest
         with torch.inference_mode(False):
-            self.element = torch.full((), self._value, dtype=dtype, device=device)
+            self.element = torch.full((1,), self._value, dtype=dtype, device=device)[0]
         setattr(self.element.untyped_storage(), _MARK, True)
         self._asked: WeakKeyDictionary[Platform, Fetched] = WeakKeyDictionary()  # what one waits for concerns no other
 
@@ -60,8 +61,13 @@ class _Element:
         return bool(self._asked.pop(platform).get())
 
 
-@functools.cache
 def _element_of(dtype: torch.dtype, device: torch.device) -> _Element:
+    return _made(dtype, device, has_values())
+
+
+@functools.cache
+def _made(dtype: torch.dtype, device: torch.device, valued: bool) -> _Element:
+    """valued: others have no memory, and are no use outside of ``kernels.without_values``."""
     return _Element(dtype, device)
 
 

@@ -19,7 +19,7 @@ PACKAGE = "shardengine"
 IMPORT_ORDER = (
     "errors", "version", "trace", "other_engines",
     "config", "stages", "kernels", "offload", "comm", "loading", "sharding", "ddp", "runtime", "optim", "budget",
-    "engine", "checkpoint", "interchange", "pretrained", "lion", "muon", "monitors", "__init__",
+    "engine", "checkpoint", "interchange", "pretrained", "lion", "muon", "monitors", "planner", "__init__",
     "compat", "integrations", "app", "run", "__main__",
 )  # fmt: skip
 NO_FRONT_DOOR = ("interchange", "compat", "integrations", "app")

@@ -7,13 +7,11 @@ the other ranks on the host is answered as if each had said the same, and of the
 
 from __future__ import annotations
 
-import re
 import sys
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -25,30 +23,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardengine
-from shardengine.comm import Mesh, Wire
+from shardengine.comm import Wire
 from shardengine.offload import HOST, CopyStream, Done, Fetched, Platform
+from shardengine.planner import AbsentMesh, Silent, absent_mesh
 
 META = torch.device("meta")
 _aten = torch.ops.aten
 
 # The ranks that are not there
-
-
-class Silent(dist.Work):
-    """A collective that moves nothing. It is over when somebody has waited for it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._over = False
-
-    def wait(self, timeout: Any = None) -> bool:
-        """At once."""
-        self._over = True
-        return True
-
-    def is_completed(self) -> bool:
-        """Whether somebody has waited."""
-        return self._over
 
 
 class SilentWire(Wire):
@@ -98,54 +80,6 @@ class SilentWire(Wire):
         return Silent()
 
 
-class EchoStore:
-    """A store in which every rank has written what this one has: a key that ends in a rank's number is this rank's."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._texts: dict[str, str] = {}
-        self._numbers: Counter[str] = Counter()
-
-    def _own(self, key: str) -> str:
-        return re.sub(r"/\d+$", f"/{self._rank}", key)
-
-    def set(self, key: str, value: str) -> None:
-        """Put a text."""
-        self._texts[key] = value
-
-    def get(self, key: str) -> bytes:
-        """The text; "" where none was put."""
-        return self._texts.get(self._own(key), "").encode()
-
-    def check(self, keys: list[str]) -> bool:
-        """Always: the other ranks have put what this one has, if only nothing."""
-        return True
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to a number that begins at 0; the new one."""
-        self._numbers[key] += amount
-        return self._numbers[key]
-
-    def delete_key(self, key: str) -> bool:
-        """Nothing is forgotten."""
-        return True
-
-
-@dataclass(frozen=True)
-class DryMesh(Mesh):
-    """One rank among others that are not there. Groups are known by their names."""
-
-    echo: EchoStore = field(default_factory=lambda: EchoStore(0), compare=False, repr=False)
-
-    def store(self) -> Any:
-        """What echoes this rank."""
-        return self.echo
-
-    def store_host(self) -> int | None:
-        """No rank hosts it."""
-        return None
-
-
 def dry_mesh(
     ranks: int,
     rank: int = 0,
@@ -153,22 +87,10 @@ def dry_mesh(
     backend: str = "nccl",
     platform: Callable[[torch.device], Platform] | None = None,
     wire: SilentWire | None = None,
-) -> DryMesh:
+) -> AbsentMesh:
     """``rank`` of ``ranks`` on the meta device, used as ``backend`` is. platform: what makes the device's platform."""
-    names: dict[str, Any] = {name: name for name in ("gather", "reduce", "control")}
-    if backend == "gloo":
-        names["evaluate"] = "evaluate"
-    if ranks == 1:
-        names, backend = {}, "none"
-    return DryMesh(
-        rank,
-        ranks,
-        META,
-        **names,
-        backend=backend,
-        wire=wire or SilentWire(ranks),
-        platform_of=platform or DryPlatform,
-        echo=EchoStore(rank),
+    return absent_mesh(
+        ranks, rank, META, backend=backend, platform=platform or DryPlatform, wire=wire or SilentWire(ranks)
     )
 
 

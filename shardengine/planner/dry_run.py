@@ -1,0 +1,209 @@
+"""Some steps of the real engine with the real model, as one rank of many, without values, memory or other ranks.
+
+Owns: what is run and counted. Must not know: what hardware costs, how configs are chosen.
+
+[Note: The engine itself] A second model of what the engine keeps, and when, would be another engine to keep right. So
+the engine runs: its units, buckets, pool, prefetch and step are what they are in training. What is not there is the
+arithmetic (kernels: ``without_values``), the other ranks (absent_ranks), the values of tensors (no_values) and, where
+the planned device is a GPU, that: its tensors are those of a CPU, with a platform that has a memory of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardengine.engine import Engine, initialize
+from shardengine.errors import UsageError
+from shardengine.offload import HOST, Platform
+from shardengine.planner.absent_ranks import Issued, SilentWire, absent_mesh
+from shardengine.planner.ledger import Ledger, Moment, highest
+from shardengine.planner.no_values import NoValues, without_values
+
+WEIGHTS, STATES, BUFFERS, ACTIVATIONS, MODEL = "weights", "states", "gradients and buffers", "activations", "model"
+KINDS = (WEIGHTS, STATES, BUFFERS, ACTIVATIONS)
+INITIALIZE, FORWARD, BACKWARD, STEP = "initialize", "forward", "backward", "step"
+_HOST_SIDE = "host "
+"""Begins the name of what lies in the host's memory, where the device has one of its own."""
+CUDA_GRAIN = 512
+STEPS = 2
+"""With one layout the second is like all later ones: the pool is filled, gathers follow the order of the first."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which rank of what. apart: its device is a GPU, with a memory of its own (of ``device_bytes``) and NCCL; else it
+    is the CPU, and gloo."""
+
+    ranks: int = 1
+    rank: int = 0
+    apart: bool = True
+    device_bytes: int = 80 << 30
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What a run has shown. device, host: after each event of initialize and of the last step, what is alive there; the
+    host's are empty where the device is the CPU · issued: the collectives of the last step · memory: what the engine
+    says (``Engine.memory``) · seconds: that it took."""
+
+    device: list[Moment]
+    host: list[Moment]
+    issued: list[Issued]
+    memory: Mapping[str, float]
+    config: Any
+    parameters: int
+    seconds: float
+
+    @property
+    def peak(self) -> Moment:
+        """Of a step, on the device."""
+        return highest(self.device, (FORWARD, BACKWARD, STEP))
+
+    def peak_in(self, phase: str) -> Moment:
+        """On the device."""
+        return highest(self.device, (phase,))
+
+    @property
+    def host_peak(self) -> Moment:
+        """In the host's memory, where that is another."""
+        return highest(self.host, (INITIALIZE, FORWARD, BACKWARD, STEP))
+
+    @property
+    def at_rest(self) -> Moment:
+        """On the device, after the step."""
+        return self.device[-1]
+
+
+class _Imagined(Platform):
+    """The CPU, or a GPU in its place."""
+
+    def __init__(self, place: Place, ledger: Ledger) -> None:
+        super().__init__(HOST)
+        self._place, self._ledger = place, ledger
+
+    @property
+    def is_apart(self) -> bool:
+        """See ``Platform``."""
+        return self._place.apart
+
+    def empty(self, count: int, dtype: torch.dtype) -> Tensor:
+        """See ``Platform``."""
+        return self._ledger.name(super().empty(count, dtype), BUFFERS)
+
+    def host_empty(self, count: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
+        """See ``Platform``."""
+        made = torch.empty(count, dtype=dtype)
+        return self._ledger.name(made, _HOST_SIDE + BUFFERS if self.is_apart else BUFFERS)
+
+    def free_bytes(self) -> int:
+        """See ``Platform``."""
+        return self._place.device_bytes
+
+
+def dry_run(
+    make: Callable[[NoValues], nn.Module],
+    batch: Callable[[], Mapping[str, Any]],
+    config: Any,
+    place: Place,
+    loss: Callable[[Any], Tensor],
+    options: Mapping[str, Any] | None = None,
+) -> DryRun:
+    """Run ``STEPS`` steps with the same buckets.
+
+    make: makes the model, inside of ``without_values`` · batch: a micro-batch · loss: of what the model returns ·
+    options: further arguments of ``initialize``.
+
+    ``UsageError`` where the model, or the loss, asks for values that only data has.
+    """
+    began = time.perf_counter()
+    wire, ledger = SilentWire(place.ranks), Ledger(grain=CUDA_GRAIN if place.apart else 1)
+    with ExitStack() as last:
+        mode = last.enter_context(without_values())
+        last.enter_context(ledger)
+        ledger.begin(INITIALIZE)
+        model = make(mode)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        mesh = absent_mesh(
+            place.ranks, place.rank, HOST, backend="nccl" if place.apart else "gloo",
+            platform=lambda _: _Imagined(place, ledger), wire=wire,
+        )  # fmt: skip
+        engine = initialize(model, config, mesh=mesh, **(options or {}))
+        _name_kept(ledger, engine)
+        with _told():
+            alike = 0
+            while alike < STEPS:
+                layout = engine._core.layout
+                wire.issued.clear()
+                _train(engine, ledger, batch, loss)
+                alike = alike + 1 if engine._core.layout is layout else 0
+        memory = engine.memory()
+        of_device = ledger.moments(lambda kind: not kind.startswith(_HOST_SIDE), _UNNAMED)
+        of_host = ledger.moments(lambda kind: kind.startswith(_HOST_SIDE), _UNNAMED)
+        found = DryRun(
+            of_device, of_host, list(wire.issued), memory, engine.config, parameters, time.perf_counter() - began
+        )
+        ledger.begin("")
+        engine.close()
+    return found
+
+
+_UNNAMED = {INITIALIZE: MODEL, FORWARD: ACTIVATIONS, BACKWARD: ACTIVATIONS, STEP: BUFFERS}
+
+
+def _train(
+    engine: Engine, ledger: Ledger, batch: Callable[[], Mapping[str, Any]], loss: Callable[[Any], Tensor]
+) -> None:
+    for _ in range(engine.gradient_accumulation_steps()):
+        ledger.begin(FORWARD)
+        value = loss(engine(**batch()))
+        ledger.begin(BACKWARD)
+        engine.backward(value)
+        del value
+        ledger.begin(STEP)
+        engine.step()
+    _name_kept(ledger, engine)
+
+
+def _name_kept(ledger: Ledger, engine: Engine) -> None:
+    for what, tier, tensor in engine._core.kept():
+        ledger.name(tensor, what if tier == "device" or not engine._core.mesh.platform.is_apart else _HOST_SIDE + what)
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise UsageError(
+            f"plan: the model asks for what only data says ({error.func}): expected code whose shapes follow from "
+            "those of its inputs"
+        ) from error
+
+
+def bytes_by_kind(moment: Moment) -> Counter[str]:
+    """Of a moment, in the words of ``KINDS``."""
+    found: Counter[str] = Counter()
+    for kind, size in moment.alive.items():
+        kind = kind.removeprefix(_HOST_SIDE)
+        found[kind if kind in KINDS else ACTIVATIONS] += size
+    return found
+
+
+def rank_in_the_middle(ranks: int) -> int:
+    """A rank like most: neither the first nor the last."""
+    return ranks // 2
+
+
+def phases_of(moments: Sequence[Moment]) -> list[str]:
+    """In order, each once."""
+    return list(dict.fromkeys(each.phase for each in moments))

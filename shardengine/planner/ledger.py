@@ -1,0 +1,147 @@
+"""What is alive when: every storage of tensors, from its making to its end, counted from outside of whoever makes it.
+
+Owns: the events and what follows from them. Must not know: engines, what a storage is for (it is told).
+
+A dispatch mode sees each tensor that an operation returns; the end of its storage is a weak reference's. A storage that
+is resized (units whose weights are let go of) counts with its new size. What an operation needs inside of itself is not
+seen: on a GPU workspaces of libraries, on a CPU copies that a kernel makes for itself.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+@dataclass(frozen=True)
+class Moment:
+    """After an event. phase: what went on · alive: bytes by kind."""
+
+    phase: str
+    alive: Mapping[str, int]
+
+    @property
+    def bytes(self) -> int:
+        """All of them."""
+        return sum(self.alive.values())
+
+
+@dataclass
+class _Storage:
+    number: int
+    ends: weakref.ref[torch.UntypedStorage]
+    bytes: int
+
+
+@dataclass
+class Ledger(TorchDispatchMode):
+    """Counts, inside. phase: what goes on · grain: bytes of which an allocation is a whole
+    number, as an allocator rounds (512: CUDA's)."""
+
+    grain: int = 1
+    phase: str = ""
+    _events: list[tuple[str, int, int]] = field(default_factory=list)
+    _alive: dict[int, _Storage] = field(default_factory=dict)
+    _kinds: dict[int, str] = field(default_factory=dict)
+    _made: int = 0
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __enter__(self) -> Any:
+        """Count."""
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            self._see(storage)
+            return result
+
+        self._patch = patch.object(torch.UntypedStorage, "resize_", resized)
+        self._patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        """Count no longer; what is alive is not heard of any more."""
+        super().__exit__(*error)
+        self._patch.stop()
+        self._alive.clear()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """One operation."""
+        result = func(*args, **(kwargs or {}))
+        for each in (result,) if isinstance(result, Tensor) else tree_leaves(result):
+            if isinstance(each, Tensor) and each.layout is torch.strided:
+                self._see(each.untyped_storage())
+        return result
+
+    def begin(self, phase: str) -> None:
+        """What is made or ends from now on does so in ``phase``."""
+        self.phase = phase
+
+    def name(self, tensor: Tensor, kind: str) -> Tensor:
+        """Say what the storage of ``tensor`` is for, now or ever since; ``tensor``."""
+        if tensor.layout is torch.strided:
+            self._kinds[self._see(tensor.untyped_storage())] = kind
+        return tensor
+
+    def _see(self, storage: torch.UntypedStorage) -> int:
+        """The number of a storage, which is new, or has another size than before, or is known."""
+        key, size = storage._cdata, -(-storage.nbytes() // self.grain) * self.grain
+        known = self._alive.get(key)
+        if known is None or known.ends() is not storage:
+            if known is not None:
+                self._end(key, known)
+            self._made += 1
+            known = self._alive[key] = _Storage(self._made, weakref.ref(storage, self._ending(key)), 0)
+        if size != known.bytes:
+            self._events.append((self.phase, known.number, size - known.bytes))
+            known.bytes = size
+        return known.number
+
+    def _ending(self, key: int) -> Callable[[Any], None]:
+        ledger = weakref.ref(self)
+
+        def ended(which: Any) -> None:
+            me = ledger()
+            if me is not None and (known := me._alive.get(key)) is not None and known.ends is which:
+                me._end(key, known)
+
+        return ended
+
+    def _end(self, key: int, known: _Storage) -> None:
+        del self._alive[key]
+        if known.bytes:
+            self._events.append((self.phase, known.number, -known.bytes))
+
+    def moments(self, of: Callable[[str], bool], otherwise: Mapping[str, str]) -> list[Moment]:
+        """After every event, with what is alive of the kinds for which ``of`` holds. otherwise: the phase in which it
+        was made → the kind of what nobody has named."""
+        found: list[Moment] = []
+        alive: Counter[str] = Counter()
+        kinds = dict(self._kinds)
+        for phase, number, size in self._events:
+            kind = kinds.setdefault(number, otherwise.get(phase, phase))
+            if of(kind):
+                alive[kind] += size
+                found.append(Moment(phase, dict(alive)))
+        return found
+
+
+def highest(moments: Sequence[Moment], phases: Sequence[str]) -> Moment:
+    """Of ``phases`` the moment at which most is alive; a moment without bytes where nothing happened in them."""
+    return max((each for each in moments if each.phase in phases), key=lambda each: each.bytes, default=Moment("", {}))

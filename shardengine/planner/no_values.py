@@ -1,0 +1,117 @@
+"""Tensors without values in an ordinary process: shapes, dtypes and strides of a step, and no memory.
+
+Owns: which tensors are fake, and what is answered where a value is asked for. Must not know: engines, what is counted.
+
+[Note: Without values] Weights and activations are torch's fake tensors of the CPU, so that what a model's code decides
+by device, dtype and layout (autocast, the kernel of an attention) is decided as on one. What programs compute with
+whole numbers (positions, masks of a few elements, the engine's messages) stays real, with values. A value that is read
+of a fake tensor is answered: a number is 1, a flag is not set, two tensors are equal. Where more is asked, as how many
+elements of a mask are set, torch refuses, and the model cannot be planned: ``UsageError``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shardengine import kernels
+
+LARGE = 1 << 20
+"""Bytes from which any tensor that is made is fake."""
+_aten = torch.ops.aten
+_MAKERS = frozenset({"aten::empty", "aten::zeros", "aten::ones", "aten::full", "aten::rand", "aten::randn",
+                     "aten::empty_strided", "aten::new_empty"})  # fmt: skip
+_FROM_META = (_aten._to_copy.default, _aten.empty_like.default)
+
+
+class NoValues(TorchDispatchMode):
+    """Inside, what is made of floating-point numbers, or is large, is fake ([Note: Without values])."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._kind = FakeTensor
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """One operation."""
+        kwargs = kwargs or {}
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        if not tensors:
+            return self._make(func, args, kwargs)
+        if any(isinstance(each, self._kind) for each in tensors):
+            if func is _aten._local_scalar_dense.default:
+                return self._number(args[0].dtype)
+            if func in (_aten.equal.default, _aten.allclose.default):
+                return True
+        elif func in _FROM_META and tensors[0].is_meta and _device(kwargs, "meta").type != "meta":
+            return self.empty(tensors[0], kwargs.get("dtype"))
+        return func(*args, **kwargs)
+
+    @staticmethod
+    def _number(dtype: torch.dtype) -> bool | float | int:
+        return False if dtype is torch.bool else 1.0 if dtype.is_floating_point else 0
+
+    def _make(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if func._schema.name not in _MAKERS or _device(kwargs, "cpu").type == "meta":
+            return func(*args, **kwargs)
+        whole = func._schema.name == "aten::full" and not isinstance(args[1], float)
+        dtype = kwargs.get("dtype") or (torch.int64 if whole else torch.get_default_dtype())
+        count = torch.Size(args[0]).numel()
+        if (dtype.is_floating_point and len(args[0])) or count * dtype.itemsize >= LARGE:
+            with self._fake:
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def empty(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """A fake tensor of the shape and strides of ``like``."""
+        with self._fake:
+            return torch.empty_strided(like.shape, like.stride(), dtype=dtype or like.dtype)
+
+
+def _device(kwargs: Mapping[str, Any], otherwise: str) -> torch.device:
+    return torch.device(kwargs.get("device") or otherwise)
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size()
+
+
+@contextmanager
+def without_values() -> Iterator[NoValues]:
+    """Inside, tensors have no values; an engine that is made inside of it, too, whose end is inside."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    with ExitStack() as last:
+        last.enter_context(kernels.without_values())
+        last.enter_context(patch.object(FakeTensor, "data_ptr", _address, create=True))
+        yield last.enter_context(NoValues())
+
+
+def without_weights(model: nn.Module, mode: NoValues) -> nn.Module:
+    """A copy of ``model`` whose parameters, and buffers of floating-point numbers, are fake: those it shares are
+    shared, hooks and attributes are copied as ``copy.deepcopy`` does. ``model`` stays as it is."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        made = nn.Parameter(mode.empty(parameter.detach()), requires_grad=parameter.requires_grad)
+        vars(made).update(vars(parameter))
+        memo[id(parameter)] = made
+    for buffer in model.buffers():
+        if buffer.is_floating_point() or buffer.is_meta or buffer.nbytes >= LARGE:
+            memo[id(buffer)] = mode.empty(buffer)
+    return copy.deepcopy(model, memo)
+
+
+Make = Callable[[], nn.Module]
+"""Makes a model, inside of ``without_values``."""
