@@ -23,6 +23,7 @@ try:
     from shardengine.errors import ConfigError, ShardEngineError
     from shardengine.loading import meta_init
     from shardengine.other_engines import missing_in_package
+    from shardengine.planner import Hardware, Plan, plan
     from shardengine.pretrained import load_pretrained
     from shardengine.version import __version__
 finally:
@@ -33,7 +34,9 @@ __all__ = [
     "Config",
     "ConfigError",
     "Engine",
+    "Hardware",
     "Mesh",
+    "Plan",
     "ShardEngineError",
     "__version__",
     "initialize",
@@ -41,6 +44,7 @@ __all__ = [
     "load_config",
     "load_pretrained",
     "meta_init",
+    "plan",
 ]
 
 if not TYPE_CHECKING:

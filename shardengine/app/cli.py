@@ -1,4 +1,4 @@
-"""The command line: `shardengine train | run | export | import | inspect | env | config`.
+"""The command line: `shardengine train | run | plan | export | import | inspect | env | config`.
 
 Owns: options, help, exit codes. Must not know: what the commands do; each is imported when it is used, so that help and
 a wrong option answer at once.
@@ -30,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run(options)  # what a script raises is its own
     commands: dict[str, Callable[[argparse.Namespace], int]] = {
         "train": _train, "export": _export, "inspect": _inspect, "env": _env, "import": _import, "config": _config,
+        "plan": _plan,
     }  # fmt: skip
     try:
         code = commands[options.command](options)
@@ -74,6 +75,12 @@ def _run(options: argparse.Namespace) -> int:
         return 2
     script.run(command, file)
     return 0
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from shardengine.app import planning
+
+    return planning.run(options)
 
 
 def _import(options: argparse.Namespace) -> int:
@@ -129,6 +136,7 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_train(commands)
     _add_run(commands)
+    _add_plan(commands)
     _add_export(commands)
     _add_inspect(commands)
     env = commands.add_parser("env", help="print what a bug report needs")
@@ -190,6 +198,32 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "-m", dest="module", nargs=argparse.REMAINDER, default=[], metavar="MODULE", help="a module and its arguments"
     )
     command.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="a file and its arguments")
+
+
+def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser(
+        "plan",
+        help="say what a run will need of memory, and whether it fits",
+        description="Runs some steps of the engine with the real model, without a GPU, weights or other ranks, and "
+        "counts what is alive. Exits with 0 where it fits, 1 where it does not.",
+    )
+    command.add_argument(
+        "--model",
+        metavar="DIR|NAME",
+        required=True,
+        help="a folder with a config.json, that file, or a name on the Hub",
+    )
+    command.add_argument("--gpus", metavar="NxSIZE", required=True, help="ranks and the memory of each: 4x24GB")
+    command.add_argument("--host-memory", metavar="SIZE", help="of a node: 128GB")
+    command.add_argument("--node", metavar="N", type=_positive, help="ranks of a node (default: all)")
+    command.add_argument("--config", metavar="FILE", required=True, help="JSON config, as for train")
+    command.add_argument("--length", metavar="N", type=_positive, help="tokens of a sample (default: 512)")
+    command.add_argument(
+        "--micro-batch", metavar="N", type=_positive, help="samples per rank, in place of the config's"
+    )
+    command.add_argument("--lora", metavar="KEYS", help="LoRA adapters, as for train")
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.add_argument("--plot", metavar="FILE", help="draw what is alive over a step (PNG, SVG)")
 
 
 def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

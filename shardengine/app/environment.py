@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 import shardengine
 from shardengine import kernels
-from shardengine.app.report import size
 from shardengine.budget import bucket_elements, prefetch_elements
 from shardengine.comm import (
     Collectives,
@@ -31,6 +30,7 @@ from shardengine.comm import (
 from shardengine.errors import UsageError
 from shardengine.kernels.native import library, processor
 from shardengine.offload import BufferPool
+from shardengine.planner import show_bytes
 
 _PACKAGES = "torch triton numpy safetensors transformers tokenizers accelerate peft".split()
 ALWAYS = (
@@ -165,4 +165,4 @@ def _memory() -> str:
         return "unknown"
     lines = dict(line.split(":", 1) for line in path.read_text(encoding="utf-8").splitlines())
     total, free = (int(lines[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
-    return f"{size(total)}, {size(free)} available"
+    return f"{show_bytes(total)}, {show_bytes(free)} available"

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import torch
 
-from shardengine.app.report import size
 from shardengine.app.settings import require
 from shardengine.checkpoint import check_free, directory, new_directory
 from shardengine.errors import CheckpointError, UsageError
 from shardengine.interchange import hugging_face
 from shardengine.interchange.stored import RUN, Found, Stored, choose, find
+from shardengine.planner import show_bytes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "as-trained": None}
 LARGEST_FILE = "5GB"
@@ -50,9 +50,9 @@ def run(options: argparse.Namespace) -> int:
         text = f"{out}: could not be written: {error.strerror or error}; nothing is left there"
         raise CheckpointError(text) from error
     files = [path for path in sorted(out.rglob("*")) if path.is_file()]
-    print(f"{place} → {out}: {len(files)} file(s), {size(sum(path.stat().st_size for path in files))}")
+    print(f"{place} → {out}: {len(files)} file(s), {show_bytes(sum(path.stat().st_size for path in files))}")
     for path in files:
-        print(f"  {path.relative_to(out)!s:<40}  {size(path.stat().st_size):>9}")
+        print(f"  {path.relative_to(out)!s:<40}  {show_bytes(path.stat().st_size):>9}")
     for note in notes:
         print(f"note: {note}")
     return 0

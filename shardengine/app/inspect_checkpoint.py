@@ -10,11 +10,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from shardengine.app.report import size
 from shardengine.checkpoint import directory
 from shardengine.errors import UsageError
 from shardengine.interchange.stored import find, listed
 from shardengine.interchange.summary import examine, grouped
+from shardengine.planner import show_bytes
 
 _HELD = 8
 
@@ -48,7 +48,7 @@ def _folder(folder: Path, *, as_json: bool) -> int:
     rows_of_text = [["checkpoint", "state", "step", "ranks", "stage", "size"]]
     for tag, facts in all_facts.items():
         known = [str(facts["step"]), str(facts["ranks"]), facts["stage"]["name"]] if "step" in facts else ["?"] * 3
-        rows_of_text.append([tag, "whole" if facts["whole"] else "DAMAGED", *known, size(facts["bytes"])])
+        rows_of_text.append([tag, "whole" if facts["whole"] else "DAMAGED", *known, show_bytes(facts["bytes"])])
     print(_table(rows_of_text))
     print()
     for facts in all_facts.values():
@@ -105,7 +105,7 @@ def _text(facts: dict[str, Any]) -> str:
     rows.append(["client state", json.dumps(facts["client_state"])])
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     rows.append(["versions", f"{versions}, format {facts['format']}"])
-    rows += [[f"  {file}", size(count)] for file, count in facts["files"].items()]
+    rows += [[f"  {file}", show_bytes(count)] for file, count in facts["files"].items()]
     if facts["unknown_files"]:
         rows.append(["not ours", ", ".join(facts["unknown_files"])])
     parts = [_table([[name + ":" if not name.startswith(" ") else name, value] for name, value in rows])]

@@ -24,6 +24,7 @@ from shardengine.app.data import Blocks
 from shardengine.app.settings import DROP, FROM_CONFIG, Settings
 from shardengine.checkpoint import write_text
 from shardengine.engine import Engine
+from shardengine.planner import show_bytes
 
 
 @dataclass
@@ -147,7 +148,7 @@ class Report:
             "lr": f"{rate:.1e}",
             "grad norm": "-" if norm is None else f"{norm:.2f}",
             "tokens/s": f"{self._tokens / self._seconds:,.0f}",
-            "peak": size(peak_bytes(engine)),
+            "peak": show_bytes(peak_bytes(engine)),
         }
         if scaling:
             skipped = f"{engine.skipped_steps} steps skipped"
@@ -198,13 +199,13 @@ class Report:
             "speed": f"{self._tokens / self._seconds:,.0f} tokens/s over all ranks" if made else "no step was made",
             "model state": f"{_by_tier(memory, 'measured')} per rank measured, "
             f"{_by_tier(memory, 'predicted')} predicted",
-            "sent": f"{size(traffic['measured_bytes_last_step'])} per rank and step, "
-            f"lower bound {size(traffic['formula_bytes_per_step'])}",
+            "sent": f"{show_bytes(traffic['measured_bytes_last_step'])} per rank and step, "
+            f"lower bound {show_bytes(traffic['formula_bytes_per_step'])}",
             "waiting": f"{1e3 * self._waited / made:.1f} ms of a step ({self._waited / self._seconds:.1%}) "
             "for communication, on rank 0"
             if made
             else "-",
-            "peak memory": f"{size(peak_bytes(engine))} on rank 0",
+            "peak memory": f"{show_bytes(peak_bytes(engine))} on rank 0",
             "model": f"{output / 'model'} ({_loader(engine)} loads it)",
             "also in": f"{output}: " + ", ".join(sorted(path.name for path in output.iterdir() if path.is_file())),
         }
@@ -272,18 +273,18 @@ def _stage(engine: Engine) -> str:
 
 def _by_tier(memory: Mapping[str, float], kind: str) -> str:
     """Bytes of model state, "measured" or "predicted": on the device, and what rests elsewhere."""
-    text = size(memory[f"{kind}_model_state_bytes"])
+    text = show_bytes(memory[f"{kind}_model_state_bytes"])
     elsewhere = {"in host memory": memory[f"{kind}_host_bytes"], "on disk": memory[f"{kind}_disk_bytes"]}
-    return text + "".join(f" + {size(count)} {where}" for where, count in elsewhere.items() if count)
+    return text + "".join(f" + {show_bytes(count)} {where}" for where, count in elsewhere.items() if count)
 
 
 def _units(memory: Mapping[str, float]) -> str:
     """What is gathered as one, and how much of the weights is whole at one moment."""
-    smallest, largest = size(memory["smallest_unit_bytes"]), size(memory["largest_unit_bytes"])
+    smallest, largest = show_bytes(memory["smallest_unit_bytes"]), show_bytes(memory["largest_unit_bytes"])
     sizes = largest if smallest == largest else f"{smallest} to {largest}"
     return (
-        f"{memory['units']:.0f} of {sizes} and a root of {size(memory['root_bytes'])}; "
-        f"live window at most {size(memory['live_window_bytes'])}"
+        f"{memory['units']:.0f} of {sizes} and a root of {show_bytes(memory['root_bytes'])}; "
+        f"live window at most {show_bytes(memory['live_window_bytes'])}"
     )
 
 
@@ -341,15 +342,6 @@ def peak_bytes(engine: Engine) -> int:
     if engine.device.type == "cuda":
         return torch.cuda.max_memory_allocated(engine.device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def size(count: float) -> str:
-    """Bytes for people: ``16.8 MB`` (decimal units)."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
 
 
 def duration(seconds: float) -> str:

@@ -79,12 +79,15 @@ def default_model_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardengine"
 
 
-def read_config(path: Path, ranks: int, seed: int | None = None) -> Config:
+def read_config(path: Path, ranks: int, seed: int | None = None, *, micro_batch: int | None = None) -> Config:
     """The config of a run on ``ranks`` ranks, complete: batch sizes worked out, an optimizer in it.
 
-    seed: None for the config's own.
+    seed, micro_batch (samples of a rank, with as many micro-batches as the config says): None for the config's own.
     """
-    config = _complete(load_config(path).resolve_batch(ranks))
+    config = load_config(path)
+    if micro_batch is not None:
+        config = dataclasses.replace(config, train_micro_batch_size_per_gpu=micro_batch, train_batch_size=None)
+    config = _complete(config.resolve_batch(ranks))
     return config if seed is None else dataclasses.replace(config, seed=seed)
 
 

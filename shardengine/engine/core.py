@@ -143,7 +143,8 @@ class Core:
                     for what, store in (("weights", bucket.weight_store), ("states", bucket.state_store)):
                         if store is not None and not store.in_file:
                             yield from ((what, store.tier_now, tensor) for tensor in store.tensors().values())
-        yield from (("weights", "device", parameter.data) for parameter in self.partition.outside)
+        for tensor in (*self.partition.outside, *self.buffers.named(persistent_only=False).values()):
+            yield "weights", "device", tensor.detach()
 
     def mark_weights(self) -> None:
         """Write down where weights and buffers lie that are in no flat buffer; flat buffers do so themselves."""

@@ -1,6 +1,9 @@
 """What a run will need before there is a device, a weight or another rank: the engine itself, run dry.
 
-dry_run       some steps of an engine as one rank of many
+memory_plan   `shardengine.plan`: what each tier needs, and whether it fits
+hardware      what there is, as people write it
+batches       a micro-batch for a model of transformers
+dry_engine    some steps of an engine as one rank of many
 no_values     tensors that have shapes and no values
 absent_ranks  what the other ranks would answer
 ledger        what is alive when
@@ -11,24 +14,32 @@ Must not know: how ranks are started, how a plan is printed.
 from __future__ import annotations
 
 from shardengine.planner.absent_ranks import AbsentMesh, EchoStore, Issued, Silent, SilentWire, absent_mesh
-from shardengine.planner.dry_run import DryRun, Place, dry_run
+from shardengine.planner.dry_engine import DryRun, Place, dry_run
+from shardengine.planner.hardware import Hardware, show_bytes
 from shardengine.planner.ledger import Ledger, Moment, highest
+from shardengine.planner.memory_plan import Plan, Tier, plan, summary_of
 from shardengine.planner.no_values import NoValues, without_values, without_weights
 
 __all__ = [
     "AbsentMesh",
     "DryRun",
     "EchoStore",
+    "Hardware",
     "Issued",
     "Ledger",
     "Moment",
     "NoValues",
     "Place",
+    "Plan",
     "Silent",
     "SilentWire",
+    "Tier",
     "absent_mesh",
     "dry_run",
     "highest",
+    "plan",
+    "show_bytes",
+    "summary_of",
     "without_values",
     "without_weights",
 ]

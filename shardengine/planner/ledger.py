@@ -3,15 +3,15 @@
 Owns: the events and what follows from them. Must not know: engines, what a storage is for (it is told).
 
 A dispatch mode sees each tensor that an operation returns; the end of its storage is a weak reference's. A storage that
-is resized (units whose weights are let go of) counts with its new size. What an operation needs inside of itself is not
-seen: on a GPU workspaces of libraries, on a CPU copies that a kernel makes for itself.
+is resized (units whose weights are let go of) counts with its new size, and one of the meta device not at all. What an
+operation needs inside of itself is not seen: on a GPU workspaces of libraries, on a CPU copies that a kernel makes.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -19,7 +19,6 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 
 @dataclass(frozen=True)
@@ -84,8 +83,8 @@ class Ledger(TorchDispatchMode):
     ) -> Any:
         """One operation."""
         result = func(*args, **(kwargs or {}))
-        for each in (result,) if isinstance(result, Tensor) else tree_leaves(result):
-            if isinstance(each, Tensor) and each.layout is torch.strided:
+        for each in tensors_in(result):
+            if each.layout is torch.strided and not each.is_meta:
                 self._see(each.untyped_storage())
         return result
 
@@ -140,6 +139,18 @@ class Ledger(TorchDispatchMode):
                 alive[kind] += size
                 found.append(Moment(phase, dict(alive)))
         return found
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Those in what an operation is given, or returns."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            if isinstance(each, Tensor):
+                yield each
+            elif isinstance(each, (list, tuple)):
+                yield from tensors_in(each)
 
 
 def highest(moments: Sequence[Moment], phases: Sequence[str]) -> Moment:

@@ -12,6 +12,7 @@ elements of a mask are set, torch refuses, and the model cannot be planned: ``Us
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -19,16 +20,18 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from shardengine import kernels
+from shardengine.planner.ledger import tensors_in
 
 LARGE = 1 << 20
 """Bytes from which any tensor that is made is fake."""
 _aten = torch.ops.aten
 _MAKERS = frozenset({"aten::empty", "aten::zeros", "aten::ones", "aten::full", "aten::rand", "aten::randn",
                      "aten::empty_strided", "aten::new_empty"})  # fmt: skip
+_DEVICE = torch.ops.prim.device.default
 _FROM_META = (_aten._to_copy.default, _aten.empty_like.default)
 
 
@@ -46,8 +49,10 @@ class NoValues(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """One operation."""
+        if func is _DEVICE and isinstance(args[0], self._kind):
+            return args[0].fake_device  # asked more often than all else; torch dispatches it as an operation
         kwargs = kwargs or {}
-        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        tensors = [*tensors_in(args), *(tensors_in(tuple(kwargs.values())) if kwargs else ())]
         if not tensors:
             return self._make(func, args, kwargs)
         if any(isinstance(each, self._kind) for each in tensors):
@@ -88,13 +93,44 @@ def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size()
 
 
+class KeptOnGpu(TorchFunctionMode):
+    """Inside, operations of which a GPU keeps something else for backward than a CPU keep that.
+
+    dropout: a mask of bytes, not of the input's dtype · scaled_dot_product_attention with dropout: what attention keeps
+    without, its mask being drawn again; a CPU keeps all probabilities.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """One call."""
+        kwargs = dict(kwargs or {})
+        if func in (torch.dropout, nn.functional.dropout):
+            given = inspect.signature(nn.functional.dropout).bind(*args, **kwargs)
+            given.apply_defaults()
+            values, chance, training, _ = given.args
+            if training and 0 < chance < 1:
+                return torch.native_dropout(values, chance, True)[0]
+        elif func is torch._C._nn.scaled_dot_product_attention:
+            args = (*args[:_DROPOUT_P], 0.0, *args[_DROPOUT_P + 1 :]) if len(args) > _DROPOUT_P else args
+            kwargs |= {"dropout_p": 0.0} if "dropout_p" in kwargs else {}
+        return func(*args, **kwargs)
+
+
+_DROPOUT_P = 4
+"""Its place among the arguments of attention."""
+
+
 @contextmanager
-def without_values() -> Iterator[NoValues]:
-    """Inside, tensors have no values; an engine that is made inside of it, too, whose end is inside."""
+def without_values(*, on_gpu: bool = False) -> Iterator[NoValues]:
+    """Inside, tensors have no values; an engine that is made inside of it, too, whose end is inside. on_gpu: they stand
+    for a GPU's (``KeptOnGpu``)."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     with ExitStack() as last:
         last.enter_context(kernels.without_values())
+        if on_gpu:
+            last.enter_context(KeptOnGpu())
         last.enter_context(patch.object(FakeTensor, "data_ptr", _address, create=True))
         yield last.enter_context(NoValues())
 

@@ -20,6 +20,7 @@ from shardengine.app.cli import main
 from shardengine.app.rank_sums import RankSums
 from shardengine.comm import RankFailure, mesh
 from shardengine.errors import ConfigError, UsageError
+from shardengine.planner import show_bytes
 from tests.support import HANG_S
 
 ROOT = Path(__file__).parents[2]
@@ -196,7 +197,7 @@ def test_sums_at_one_rank():
 
 
 def test_sizes_and_durations_for_people():
-    assert [report.size(n) for n in (0, 999, 1000, 42_400_000, 5e15)] == [
+    assert [show_bytes(n) for n in (0, 999, 1000, 42_400_000, 5e15)] == [
         "0 B",
         "999 B",
         "1.0 kB",

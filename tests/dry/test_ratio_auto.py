@@ -30,10 +30,11 @@ LEAST = 1 << 16
 
 
 class Alive(TorchDispatchMode):
-    """Counts the bytes of all storages on the device, whenever a large one is made. peak: the most so far."""
+    """Counts the bytes of all storages on the device, whenever one of ``least`` is made. peak: the most so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, least: int = LEAST) -> None:
         super().__init__()
+        self._least = least
         self.peak = 0
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
@@ -50,7 +51,7 @@ class Alive(TorchDispatchMode):
         if known is not None and known() is storage:
             return False
         self._known[storage._cdata] = weakref.ref(storage)
-        return storage.nbytes() >= LEAST
+        return storage.nbytes() >= self._least
 
     def bytes_now(self) -> int:
         """Those that are alive."""

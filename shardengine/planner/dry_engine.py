@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from shardengine.engine import Engine, initialize
 from shardengine.errors import UsageError
-from shardengine.offload import HOST, Platform
+from shardengine.offload import HOST, CopyStream, Done, Platform
 from shardengine.planner.absent_ranks import Issued, SilentWire, absent_mesh
 from shardengine.planner.ledger import Ledger, Moment, highest
 from shardengine.planner.no_values import NoValues, without_values
@@ -40,12 +40,13 @@ STEPS = 2
 @dataclass(frozen=True)
 class Place:
     """Which rank of what. apart: its device is a GPU, with a memory of its own (of ``device_bytes``) and NCCL; else it
-    is the CPU, and gloo."""
+    is the CPU, and gloo · grain: bytes of which an allocation is a whole number; None: that of the device."""
 
     ranks: int = 1
     rank: int = 0
     apart: bool = True
     device_bytes: int = 80 << 30
+    grain: int | None = None
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,33 @@ class DryRun:
         return self.device[-1]
 
 
+class _Late(Done):
+    """A GPU runs behind the host: what it was given is over when the host has waited for it, and not before, so that
+    memory is held as long as it may be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._over = False
+
+    @property
+    def reached(self) -> bool:
+        """See ``Done``."""
+        return self._over
+
+    def wait_on_host(self) -> None:
+        """See ``Done``."""
+        self._over = True
+
+
+class _LateStream(CopyStream):
+    """Of a GPU."""
+
+    def copy(self, source: Tensor, target: Tensor, *after: Done) -> Done:
+        """See ``CopyStream``."""
+        super().copy(source, target, *after)
+        return _Late()
+
+
 class _Imagined(Platform):
     """The CPU, or a GPU in its place."""
 
@@ -93,6 +121,14 @@ class _Imagined(Platform):
     def is_apart(self) -> bool:
         """See ``Platform``."""
         return self._place.apart
+
+    def copy_stream(self) -> CopyStream:
+        """See ``Platform``."""
+        return _LateStream(self.device) if self.is_apart else super().copy_stream()
+
+    def mark(self) -> Done:
+        """See ``Platform``."""
+        return _Late() if self.is_apart else super().mark()
 
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
         """See ``Platform``."""
@@ -124,13 +160,16 @@ def dry_run(
     ``UsageError`` where the model, or the loss, asks for values that only data has.
     """
     began = time.perf_counter()
-    wire, ledger = SilentWire(place.ranks), Ledger(grain=CUDA_GRAIN if place.apart else 1)
+    wire, ledger = SilentWire(place.ranks), Ledger(grain=place.grain or (CUDA_GRAIN if place.apart else 1))
     with ExitStack() as last:
-        mode = last.enter_context(without_values())
+        mode = last.enter_context(without_values(on_gpu=place.apart))
         last.enter_context(ledger)
         ledger.begin(INITIALIZE)
         model = make(mode)
         parameters = sum(parameter.numel() for parameter in model.parameters())
+        if place.apart:  # it is loaded there
+            for tensor in (*model.parameters(), *model.buffers()):
+                ledger.name(tensor.detach(), _HOST_SIDE + MODEL)
         mesh = absent_mesh(
             place.ranks, place.rank, HOST, backend="nccl" if place.apart else "gloo",
             platform=lambda _: _Imagined(place, ledger), wire=wire,

@@ -1,0 +1,60 @@
+"""A micro-batch for a model of transformers, by what its forward takes; for any other model the user gives one.
+
+Must not know: architectures by name, engines.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardengine.errors import UsageError
+
+LENGTH = 512
+"""Tokens, where nobody says how many."""
+_ONE_LABEL = ("ForSequenceClassification", "ForImageClassification", "ForMultipleChoice", "ForAudioClassification")
+
+
+def example(model: nn.Module, samples: int, length: int | None) -> dict[str, Tensor]:
+    """Zeros for ``model``: tokens [samples, length] or images, and labels. ``UsageError`` where neither is taken."""
+    config = getattr(model, "config", None)
+    takes = inspect.signature(model.forward).parameters
+    main = getattr(model, "main_input_name", None) or next(iter(takes), "")
+    batch: dict[str, Tensor] = {}
+    if main == "input_ids":
+        batch[main] = torch.zeros(samples, min(length or LENGTH, _longest(config)), dtype=torch.int64)
+    elif main == "pixel_values" and config is not None:
+        size = getattr(config, "image_size", 224)
+        height, width = (size, size) if isinstance(size, int) else size
+        batch[main] = torch.zeros(samples, getattr(config, "num_channels", 3), height, width)
+    if not batch or "labels" not in takes:
+        raise UsageError(
+            f"plan: expected batch=, a mapping of what {type(model).__name__}.forward takes, and loss=, a function of "
+            "what it returns: one is made for models of transformers that take input_ids or pixel_values, and labels"
+        )
+    one_each = type(model).__name__.endswith(_ONE_LABEL)
+    batch["labels"] = torch.zeros(samples, dtype=torch.int64) if one_each else batch[main].long()
+    return batch
+
+
+def _longest(config: Any) -> int:
+    """Tokens for which a model with learned positions has some."""
+    for name in ("n_positions", "max_position_embeddings"):
+        if isinstance(found := getattr(config, name, None), int):
+            return found
+    return 1 << 30
+
+
+def loss_of(returned: Any) -> Tensor:
+    """``returned.loss``, ``returned["loss"]``, or the scalar that was returned; ``UsageError`` otherwise."""
+    loss = returned.get("loss") if isinstance(returned, Mapping) else getattr(returned, "loss", returned)
+    if not isinstance(loss, Tensor) or loss.dim():
+        raise UsageError(
+            f"plan: expected forward to return a loss, or something that has one, got {type(returned).__name__}: "
+            "loss=, a function of what it returns, says how to come to a scalar"
+        )
+    return loss

@@ -1,0 +1,83 @@
+"""What a run has: ranks, and the memory of each tier, as people write it (``4x24GB``). Must not know: engines.
+
+Sizes are decimal, as on a card's box (24GB is 24e9 bytes, what a card of that name has at least); GiB are binary.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from shardengine.errors import UsageError
+
+RESERVED = 1 << 30
+"""Bytes of a GPU that no tensor gets: CUDA's context, NCCL's and cuBLAS' buffers. Declared, not measured."""
+_UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?I?)B?", re.IGNORECASE)
+_GPUS = re.compile(r"(?:([0-9]+)\s*[x×*])?\s*(.+)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """ranks: one for each device · device_bytes: of memory of one device · host_bytes: of host memory for all ranks of
+    a node, None: not asked · node_ranks: ranks that share it, None: all · is_gpu: else the device is the CPU, whose
+    memory the ranks share."""
+
+    ranks: int
+    device_bytes: int
+    host_bytes: int | None = None
+    node_ranks: int | None = None
+    is_gpu: bool = True
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1 or (self.node_ranks is not None and (self.node_ranks < 1 or self.ranks % self.node_ranks)):
+            raise UsageError(
+                f"hardware: expected one rank or more, in whole nodes, got {self.ranks} ranks and "
+                f"{self.node_ranks} in a node"
+            )
+
+    @classmethod
+    def parse(cls, gpus: str, *, host_memory: str | None = None, node_ranks: int | None = None) -> Hardware:
+        """Of texts: "4x24GB" or "24GB" (one), "128GB". ``UsageError`` for others."""
+        match = _GPUS.fullmatch(gpus.strip())
+        if match is None:
+            raise UsageError(f"gpus: expected a number and a size, as 4x24GB, got {gpus!r}")
+        host = None if host_memory is None else parse_bytes(host_memory, "host memory")
+        return cls(int(match[1] or 1), parse_bytes(match[2], "gpus"), host, node_ranks)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Of one device, that no tensor gets."""
+        return RESERVED if self.is_gpu else 0
+
+    @property
+    def usable_bytes(self) -> int:
+        """Of one device, for tensors."""
+        return self.device_bytes - self.reserved_bytes
+
+    @property
+    def host_bytes_per_rank(self) -> int | None:
+        """A rank's part of the host's memory; None: not asked."""
+        return None if self.host_bytes is None else self.host_bytes // (self.node_ranks or self.ranks)
+
+    def __str__(self) -> str:
+        what = "GPU" if self.is_gpu else "CPU rank"
+        host = "" if self.host_bytes is None else f", {show_bytes(self.host_bytes)} of host memory per node"
+        return f"{self.ranks} {what}{'s' * (self.ranks > 1)} of {show_bytes(self.device_bytes)}{host}"
+
+
+def parse_bytes(text: str, what: str) -> int:
+    """Of "24GB", "80 GiB", "1.5TB"; ``UsageError``, which names ``what``, for anything else."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or not float(match[1]):
+        raise UsageError(f"{what}: expected a size, as 24GB or 80GiB, got {text!r}")
+    return round(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def show_bytes(count: float) -> str:
+    """Bytes for people: ``16.8 MB`` (decimal units)."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"

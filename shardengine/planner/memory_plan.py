@@ -1,0 +1,176 @@
+"""``shardengine.plan``: what a run needs of every tier's memory, and whether it fits.
+
+Owns: the result, what of it is said. Must not know: how bytes are counted (dry_engine), command lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardengine.config import Config, load_config
+from shardengine.errors import UsageError
+from shardengine.planner import batches
+from shardengine.planner.dry_engine import FORWARD, INITIALIZE, DryRun, Place, bytes_by_kind, dry_run
+from shardengine.planner.hardware import Hardware, show_bytes
+from shardengine.planner.ledger import Moment
+from shardengine.planner.no_values import NoValues, without_weights
+
+
+@dataclass(frozen=True)
+class Tier:
+    """What one rank needs of one tier. peak: at most, in a step · at_peak: of what that consists, by kind · phase: in
+    which it is reached · rests: between steps · initialize: while the engine is made, at most; on a GPU the model comes
+    from the host · has: bytes that there are, None: not asked."""
+
+    name: str
+    peak: int
+    at_peak: Mapping[str, int]
+    phase: str
+    rests: int
+    initialize: int
+    has: int | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether what is needed at most is there."""
+        return self.has is None or max(self.peak, self.initialize) <= self.has
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one rank of a run needs: ``device``, and ``host`` where the device has a memory of its own.
+
+    config: with defaults, for this number of ranks · parameters: of the model · timeline: after each event of
+    initialize and of the steps what is alive on the device · seconds: that the plan took.
+    """
+
+    hardware: Hardware
+    config: Config
+    rank: int
+    parameters: int
+    tokens: tuple[int, ...]
+    device: Tier
+    host: Tier | None
+    timeline: list[Moment]
+    seconds: float
+
+    @property
+    def tiers(self) -> list[Tier]:
+        """Those that a rank uses."""
+        return [self.device] if self.host is None else [self.device, self.host]
+
+    @property
+    def fits(self) -> bool:
+        """Whether every tier does."""
+        return all(tier.fits for tier in self.tiers)
+
+    def sentences(self) -> list[str]:
+        """For people: a verdict for each tier."""
+        said = []
+        for tier in self.tiers:
+            need = max(tier.peak, tier.initialize)
+            if tier.has is None:
+                said.append(f"{tier.name}: {show_bytes(need)} per rank")
+            elif tier.fits:
+                said.append(f"{tier.name}: fits, {show_bytes(need)} of {show_bytes(tier.has)} per rank")
+            else:
+                said.append(
+                    f"{tier.name}: does not fit, {show_bytes(need)} per rank, {show_bytes(need - tier.has)} more than "
+                    f"the {show_bytes(tier.has)} there are"
+                )
+        return said
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON, without the timeline."""
+        return {
+            "fits": self.fits,
+            "ranks": self.hardware.ranks,
+            "rank": self.rank,
+            "parameters": self.parameters,
+            "batch": list(self.tokens),
+            "tiers": {
+                tier.name: {
+                    "peak_bytes": tier.peak, "at_peak": dict(tier.at_peak), "phase": tier.phase,
+                    "rests_bytes": tier.rests, "initialize_bytes": tier.initialize, "has_bytes": tier.has,
+                }
+                for tier in self.tiers
+            },
+            "seconds": self.seconds,
+        }  # fmt: skip
+
+
+def plan(
+    model: nn.Module | Callable[[], nn.Module],
+    config: Mapping[str, Any] | str | Path | Config,
+    hardware: Hardware | str,
+    *,
+    batch: Mapping[str, Any] | None = None,
+    length: int | None = None,
+    loss: Callable[[Any], Tensor] = batches.loss_of,
+    **options: Any,
+) -> Plan:
+    """What a rank of a run with ``initialize(model, config)`` needs, without a GPU, weights or other ranks.
+
+    model: it stays as it is, with or without weights; or a function that makes one · hardware: "4x24GB", or a
+    ``Hardware`` · batch: a micro-batch, as ``engine(**batch)`` gets it; default zeros for a model of transformers, of
+    ``train_micro_batch_size_per_gpu`` samples and ``length`` tokens · loss: of what forward returns · options:
+    ``initialize``'s (optimizer, …).
+
+    The engine runs some steps dry (docs/decisions.md): what the model's own code makes is counted, whatever it is. The
+    rank is one in the middle. ``UsageError`` where that code asks for values that only data has.
+    """
+    where = Hardware.parse(hardware) if isinstance(hardware, str) else hardware
+    if not isinstance(where, Hardware):
+        raise UsageError(f'plan: expected hardware to be a text, as "4x24GB", or a Hardware, got {where!r}')
+    resolved = load_config(config).resolve_batch(where.ranks)
+    samples = resolved.train_micro_batch_size_per_gpu or 1
+    place = Place(where.ranks, where.ranks // 2, apart=where.is_gpu, device_bytes=where.usable_bytes)
+    made: list[Mapping[str, Any]] = [] if batch is None else [batch]
+
+    def make(mode: NoValues) -> nn.Module:
+        found = model if isinstance(model, nn.Module) else model()
+        if not made:
+            made.append(batches.example(found, samples, length))
+        return without_weights(found, mode)
+
+    run = dry_run(make, lambda: made[0], resolved, place, loss, options)
+    return _plan_of(run, where, place.rank, made[0])
+
+
+def _plan_of(run: DryRun, where: Hardware, rank: int, batch: Mapping[str, Any]) -> Plan:
+    shapes = next((tuple(each.shape) for each in batch.values() if isinstance(each, Tensor)), ())
+    name = "GPU" if where.is_gpu else "memory"
+    peak, host = run.peak, run.host_peak
+    device = Tier(
+        name, peak.bytes, dict(bytes_by_kind(peak)), peak.phase, run.at_rest.bytes, run.peak_in(INITIALIZE).bytes,
+        where.usable_bytes,
+    )  # fmt: skip
+    on_host = Tier(
+        "host", host.bytes, dict(bytes_by_kind(host)), host.phase, run.host[-1].bytes if run.host else 0, 0,
+        where.host_bytes_per_rank,
+    )  # fmt: skip
+    return Plan(
+        where, run.config, rank, run.parameters, shapes, device, on_host if where.is_gpu and run.host else None,
+        run.device, run.seconds,
+    )  # fmt: skip
+
+
+def summary_of(found: Plan) -> str:
+    """A table of tiers, and what each holds at its peak."""
+    kinds = list(dict.fromkeys(kind for tier in found.tiers for kind in tier.at_peak))
+    head = ["per rank", "peak", *kinds, "in", "at rest", "initialize"]
+    rows = [head]
+    for tier in found.tiers:
+        rows.append(
+            [tier.name, show_bytes(tier.peak), *(show_bytes(tier.at_peak.get(kind, 0)) for kind in kinds),
+             tier.phase or FORWARD, show_bytes(tier.rests), show_bytes(tier.initialize)]
+        )  # fmt: skip
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    return "\n".join(
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )

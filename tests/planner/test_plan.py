@@ -1,0 +1,234 @@
+"""``shardengine.plan``: what it takes, what it says, what it leaves alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardengine
+from shardengine import Hardware, Plan, plan
+from shardengine.errors import UsageError
+from shardengine.planner import Ledger, Place, dry_run, without_values, without_weights
+from tests.dry.runs import TIERS, Case, Net
+from tests.dry.test_ratio_auto import Alive
+from tests.support.dry_run import META, Border, DryPlatform, Log, dry_mesh
+
+GB = 10**9
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "size"),
+    [
+        ("4x24GB", 4, 24 * GB),
+        ("24GB", 1, 24 * GB),
+        ("8 × 80 GiB", 8, 80 << 30),
+        ("16*1.5tb", 16, 1500 * GB),
+        ("2x512MiB", 2, 512 << 20),
+    ],
+)
+def test_hardware_is_read_as_people_write_it(text: str, ranks: int, size: int) -> None:
+    found = Hardware.parse(text, host_memory="128GB", node_ranks=1)
+    assert (found.ranks, found.device_bytes, found.host_bytes_per_rank) == (ranks, size, 128 * GB)
+
+
+@pytest.mark.parametrize("text", ["4x", "x24GB", "fourx24GB", "4x24XB", "0x24GB", "4x0GB", "", "-1x24GB"])
+def test_what_is_no_hardware_is_told(text: str) -> None:
+    with pytest.raises(UsageError, match=r"expected .*, got"):
+        Hardware.parse(text)
+
+
+def test_ranks_are_in_whole_nodes() -> None:
+    with pytest.raises(UsageError, match="in whole nodes, got 4 ranks and 3 in a node"):
+        Hardware.parse("4x24GB", node_ranks=3)
+    assert Hardware.parse("8x24GB", host_memory="100GB", node_ranks=4).host_bytes_per_rank == 25 * GB
+
+
+class Tied(nn.Module):
+    """Two layers with one weight, a buffer that is shared, and an attribute of the user's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.second.weight = self.first.weight
+        self.register_buffer("mean", torch.ones(64))
+        self.note: dict[str, Any] = {"what": ["of the user's"]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(self.first(x).relu()) - self.mean
+        return y.square().mean()
+
+
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}
+}  # fmt: skip
+
+
+def plan_of(model: nn.Module, hardware: str = "2x24GB", config: Mapping[str, Any] = CONFIG, **more: Any) -> Plan:
+    return plan(model, config, hardware, batch={"x": torch.zeros(4, 64)}, **more)
+
+
+def test_the_model_stays_as_it_is() -> None:
+    model = Tied()
+    before = copy.deepcopy(model.state_dict())
+    found = plan_of(model)
+    assert found.parameters == 64 * 64 + 2 * 64, "a weight that is used twice counts once"
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert model.second.weight is model.first.weight and type(model.first.weight) is nn.Parameter
+    assert not model._forward_hooks and model.first.weight.grad is None
+    engine = shardengine.initialize(model, CONFIG)  # and an engine takes it
+    engine.backward(engine(torch.randn(4, 64)))
+    engine.step()
+    engine.close()
+    assert all(torch.isfinite(value).all() for value in model.state_dict().values())
+
+
+def test_a_copy_without_weights_shares_what_the_model_shares() -> None:
+    model = Tied()
+    with without_values() as mode:
+        found: Any = without_weights(model, mode)
+    assert found.second.weight is found.first.weight
+    assert found.note == model.note
+    assert found.mean.shape == (64,)
+
+
+def test_engines_with_values_live_beside_a_plan() -> None:
+    """Poison, kernels and addresses are those of values again afterwards, at stage 3, too."""
+    config = {**CONFIG, "zero_optimization": {"stage": 3}}
+    model = Tied()
+    engine = shardengine.initialize(model, config)
+    losses = []
+    for _ in range(2):
+        plan_of(Tied(), config=config)
+        loss = engine(torch.ones(4, 64))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    engine.close()
+    assert losses[1] < losses[0]
+
+
+def test_it_says_whether_it_fits() -> None:
+    large = nn.Sequential(*(nn.Linear(1024, 1024, device="meta") for _ in range(8)))
+    batch = {"input": torch.zeros(4, 1024)}
+
+    def planned(hardware: str | Hardware, stage: int) -> Plan:
+        config = {**CONFIG, "zero_optimization": {"stage": stage}}
+        return plan(large, config, hardware, batch=batch, loss=lambda y: y.sum())
+
+    fits, misses = planned("4x2GB", 3), planned(Hardware(4, (1 << 30) + 100 * 10**6), 0)
+    assert fits.fits and fits.sentences()[0].startswith("GPU: fits, ")
+    assert not misses.fits and "GPU: does not fit, " in misses.sentences()[0] and "more than" in misses.sentences()[0]
+    elements = 8 * (1024 * 1024 + 1024)
+    assert misses.device.rests >= 12 * elements and fits.device.rests < misses.device.rests / 2
+    assert fits.as_dict()["tiers"]["GPU"]["peak_bytes"] == fits.device.peak == sum(fits.device.at_peak.values())
+    assert planned(Hardware(1, GB, is_gpu=False), 0).device.name == "memory"
+
+
+def test_the_rest_is_the_formula() -> None:
+    config = {
+        **CONFIG,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+    }
+    model = nn.Sequential(*(nn.Linear(512, 512, device="meta") for _ in range(4)))
+    found = plan(model, config, "2x24GB", batch={"input": torch.zeros(4, 512)}, loss=lambda y: y.sum())
+    elements = 4 * (512 * 512 + 512)
+    assert found.host is not None
+    assert found.host.at_peak["states"] == pytest.approx(12 * elements / 2, rel=0.01)
+    assert found.device.at_peak["weights"] >= 2 * elements / 2
+    assert "states" not in found.device.at_peak
+    crowded = Hardware(2, 24 * GB, host_bytes=elements)
+    short = plan(model, config, crowded, batch={"input": torch.zeros(4, 512)}, loss=lambda y: y.sum())
+    assert short.device.fits and not short.fits and "host: does not fit" in short.sentences()[1]
+
+
+class Picks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        return y[y > 0].sum()
+
+
+class Pairs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.layer(x)
+        return y, y
+
+
+def test_what_cannot_be_planned_is_told() -> None:
+    with pytest.raises(UsageError, match="plan: the model asks for what only data says"):
+        plan_of(Picks())
+    with pytest.raises(UsageError, match=r"expected forward to return a loss, .* got tuple: loss="):
+        plan_of(Pairs())
+    with pytest.raises(UsageError, match=r"expected batch=, a mapping of what Tied\.forward takes"):
+        plan(Tied(), CONFIG, "24GB")
+    with pytest.raises(UsageError, match="expected hardware to be a text"):
+        plan(Tied(), CONFIG, 24)  # type: ignore[arg-type]
+    with pytest.raises(shardengine.ConfigError, match="gradient_accumulation_step"):
+        plan_of(Tied(), config={**CONFIG, "gradient_accumulation_step": 1})
+
+
+def saved_bytes(on_gpu: bool, use: Any) -> int:
+    with without_values(on_gpu=on_gpu), Ledger() as ledger:
+        x = torch.empty(2, 4, 64, 32, requires_grad=True)
+        before = sum(size for _, _, size in ledger._events)
+        y = use(x)
+        found = sum(size for _, _, size in ledger._events) - before
+        del y
+    return found
+
+
+def test_what_a_gpu_keeps_for_backward() -> None:
+    """By hand: dropout a byte of mask for each element and its result; attention without probabilities."""
+    elements = 2 * 4 * 64 * 32
+
+    def attention(x: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.1, is_causal=True)
+
+    assert saved_bytes(True, lambda x: nn.functional.dropout(x, 0.1)) == elements * (4 + 1)
+    assert saved_bytes(True, lambda x: nn.functional.dropout(x, p=0.1, training=True)) == elements * (4 + 1)
+    assert saved_bytes(True, lambda x: nn.functional.dropout(x, 0.1, training=False)) == 0
+    assert saved_bytes(True, attention) == elements * 4 + 2 * 4 * 64 * 4
+    assert saved_bytes(False, attention) > 2 * 4 * 64 * 64 * 4
+
+
+@pytest.mark.parametrize("tier", ["device", "states", "weights", "both"])
+@pytest.mark.parametrize("stage", ["0", "2", "3"])
+def test_a_device_apart_has_what_the_meta_device_has(stage: str, tier: str, tmp_path: Path) -> None:
+    """There host and device are two devices, so that nothing of one is taken for the other's."""
+    case = Case(stage, tier, precision="bf16")
+    if not case.is_possible:
+        pytest.skip("the engine takes no such config")
+    config = {**case.config(tmp_path), "activation_checkpointing": {"enabled": True, "cpu_offload": True}}
+    log = Log()
+    with Border(log), Alive(1) as alive:
+        with META:
+            net = Net()
+        mesh = dry_mesh(4, 3, platform=lambda device: DryPlatform(device, log))
+        engine = shardengine.initialize(net, config, mesh=mesh)
+        for _ in range(4):
+            alive.peak = 0
+            engine.backward(engine(torch.empty(5, 8, device=META)).float().square().mean())
+            engine.step()
+        on_meta, rests = alive.peak, alive.bytes_now()
+        engine.close()
+    found = dry_run(
+        lambda mode: without_weights(Net(), mode), lambda: {"x": torch.zeros(5, 8)}, config, Place(4, 3, grain=1),
+        lambda y: y.float().square().mean(),
+    )  # fmt: skip
+    assert found.at_rest.bytes == pytest.approx(rests, rel=0.002)
+    assert found.peak.bytes == pytest.approx(on_meta, rel=0.01)
+    assert TIERS[tier] == {} or found.host_peak.bytes > 0
