@@ -215,6 +215,7 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     command.add_argument("--gpus", metavar="NxSIZE", required=True, help="ranks and the memory of each: 4x24GB")
     command.add_argument("--host-memory", metavar="SIZE", help="of a node: 128GB")
+    command.add_argument("--nvme", metavar="SIZE", help="of a node's disk for the tier nvme: 1TB")
     command.add_argument("--node", metavar="N", type=_positive, help="ranks of a node (default: all)")
     command.add_argument("--config", metavar="FILE", required=True, help="JSON config, as for train")
     command.add_argument("--length", metavar="N", type=_positive, help="tokens of a sample (default: 512)")

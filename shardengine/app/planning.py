@@ -27,7 +27,7 @@ def run(options: argparse.Namespace) -> int:
     require("transformers", extra="hf", what="plan --model")
     if options.plot is not None and find_spec("matplotlib") is None:
         raise UsageError("--plot: expected matplotlib to be installed: pip install 'shardengine[plot]'")
-    hardware = Hardware.parse(options.gpus, host_memory=options.host_memory, node_ranks=options.node)
+    hardware = Hardware.parse(options.gpus, host_memory=options.host_memory, nvme=options.nvme, node_ranks=options.node)
     if Path(options.model).name != "config.json":
         check_model(options.model)
     config = read_config(Path(options.config), hardware.ranks, micro_batch=options.micro_batch)

@@ -29,7 +29,7 @@ _GRACE_S = 2.0
 MEETING = "meeting"
 """In the place of a group: the wait of `meeting.meet_before_groups`."""
 _DEADLOCK = "ranks wait for each other"
-"""It begins the sentence of a rank that found a deadlock, and stands in what another rank reads of that rank."""
+"""Begins what a rank says that found a deadlock (``_describe_deadlock``), and stands in what others read of it."""
 NOBODY_MISSING = "every rank waits for it: the connection between them is broken"
 """A diagnosis."""
 _RESET = "Handle the cause, then call engine.reset() on every rank, or start the ranks again"
@@ -238,7 +238,7 @@ def _describe_deadlock(stuck: dict[int, Waiting]) -> str:
     cure = f"{_SAME}. {_BLOCKS}" if all(trains) else _SAME
     if any(evaluates) and all(one or other for one, other in zip(evaluates, trains, strict=True)):
         cure = _EVALUATE
-    return f"{_DEADLOCK}: {', '.join(places)}; none of them can end. {cure}"
+    return f"ranks wait for each other: {', '.join(places)}; none of them can end. {cure}"
 
 
 def _error_of(said: str) -> type[CommunicationError | MismatchError]:

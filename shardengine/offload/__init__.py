@@ -16,6 +16,7 @@ from shardengine.offload import direct_io
 from shardengine.offload.copy_queue import CopyQueue
 from shardengine.offload.cpu_adam import CPUAdam
 from shardengine.offload.host_memory import staging
+from shardengine.offload.nvme import Extent, IORequest
 from shardengine.offload.platform import HOST, CopyStream, Done, Fetched, Platform
 from shardengine.offload.pool import BufferPool
 from shardengine.offload.shard_store import Forms, MemoryStore, ShardStore, host_copy
@@ -28,10 +29,12 @@ __all__ = [
     "CopyQueue",
     "CopyStream",
     "Done",
+    "Extent",
     "Fetched",
     "Forms",
     "Homes",
     "HostTier",
+    "IORequest",
     "MemoryStore",
     "Platform",
     "ShardStore",

@@ -16,6 +16,8 @@ import ctypes
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -228,6 +230,10 @@ class Platform:
         """Zeros in host memory, uint8 [count], for what is on its way between the device and a disk (``staging``);
         pinned: page-locked for a GPU, which else would have the host wait for its copies."""
         return staging(count, _page_lock if pinned and self.device.type == "cuda" else None)
+
+    def file_in_place_of(self, folder: Path) -> Any:
+        """What has the interface of an ``ExtentFile``, and is used instead of one in ``folder``; None: nothing is."""
+        return None
 
     def free_bytes(self) -> int:
         """Bytes of the device's own memory that nobody holds."""

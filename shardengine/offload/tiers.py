@@ -83,7 +83,8 @@ class Tiers:
             return None
         folder = Path(wanted.nvme_path).absolute()
         if folder not in self._files:
-            self._files[folder] = ExtentFile(folder, self._label, self._aio)
+            instead = self._platform.file_in_place_of(folder)
+            self._files[folder] = ExtentFile(folder, self._label, self._aio) if instead is None else instead
         return FileTier(self._files[folder], wanted.buffer_count, self._platform, pinned=pinned)
 
     @property

@@ -4,6 +4,7 @@ memory_plan   `shardengine.plan`: what each tier needs, and whether it fits
 hardware      what there is, as people write it
 batches       a micro-batch for a model of transformers
 dry_engine    some steps of an engine as one rank of many
+no_disk       a file of the tiers that keeps nothing
 no_values     tensors that have shapes and no values
 absent_ranks  what the other ranks would answer
 ledger        what is alive when

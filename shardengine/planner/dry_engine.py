@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,11 +26,14 @@ from shardengine.errors import UsageError
 from shardengine.offload import HOST, CopyStream, Done, Platform
 from shardengine.planner.absent_ranks import Issued, SilentWire, absent_mesh
 from shardengine.planner.ledger import Ledger, Moment, highest
+from shardengine.planner.no_disk import NoDisk
 from shardengine.planner.no_values import NoValues, without_values
 
 WEIGHTS, STATES, BUFFERS, ACTIVATIONS, MODEL = "weights", "states", "gradients and buffers", "activations", "model"
 KINDS = (WEIGHTS, STATES, BUFFERS, ACTIVATIONS)
 INITIALIZE, FORWARD, BACKWARD, STEP = "initialize", "forward", "backward", "step"
+MAPPED = "file"
+"""Memory that shows what is in a file: the system's, not this process's."""
 _HOST_SIDE = "host "
 """Begins the name of what lies in the host's memory, where the device has one of its own."""
 CUDA_GRAIN = 512
@@ -139,6 +143,14 @@ class _Imagined(Platform):
         made = torch.empty(count, dtype=dtype)
         return self._ledger.name(made, _HOST_SIDE + BUFFERS if self.is_apart else BUFFERS)
 
+    def host_buffer(self, count: int, *, pinned: bool) -> Tensor:
+        """See ``Platform``."""
+        return self.host_empty(count, torch.uint8, pinned=pinned)
+
+    def file_in_place_of(self, folder: Path) -> NoDisk:
+        """See ``Platform``."""
+        return NoDisk(folder, lambda count: self._ledger.name(torch.empty(count, dtype=torch.uint8), MAPPED))
+
     def free_bytes(self) -> int:
         """See ``Platform``."""
         return self._place.device_bytes
@@ -184,7 +196,7 @@ def dry_run(
                 _train(engine, ledger, batch, loss)
                 alike = alike + 1 if engine._core.layout is layout else 0
         memory = engine.memory()
-        of_device = ledger.moments(lambda kind: not kind.startswith(_HOST_SIDE), _UNNAMED)
+        of_device = ledger.moments(lambda kind: kind != MAPPED and not kind.startswith(_HOST_SIDE), _UNNAMED)
         of_host = ledger.moments(lambda kind: kind.startswith(_HOST_SIDE), _UNNAMED)
         found = DryRun(
             of_device, of_host, list(wire.issued), memory, engine.config, parameters, time.perf_counter() - began

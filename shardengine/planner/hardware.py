@@ -19,13 +19,14 @@ _GPUS = re.compile(r"(?:([0-9]+)\s*[x×*])?\s*(.+)", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Hardware:
-    """ranks: one for each device · device_bytes: of memory of one device · host_bytes: of host memory for all ranks of
-    a node, None: not asked · node_ranks: ranks that share it, None: all · is_gpu: else the device is the CPU, whose
-    memory the ranks share."""
+    """ranks: one for each device · device_bytes: of memory of one device · host_bytes, disk_bytes: of host memory, and
+    of the disk for the tier nvme, for all ranks of a node, None: not asked · node_ranks: ranks that share them, None:
+    all · is_gpu: else the device is the CPU, whose memory the ranks share."""
 
     ranks: int
     device_bytes: int
     host_bytes: int | None = None
+    disk_bytes: int | None = None
     node_ranks: int | None = None
     is_gpu: bool = True
 
@@ -37,13 +38,16 @@ class Hardware:
             )
 
     @classmethod
-    def parse(cls, gpus: str, *, host_memory: str | None = None, node_ranks: int | None = None) -> Hardware:
-        """Of texts: "4x24GB" or "24GB" (one), "128GB". ``UsageError`` for others."""
+    def parse(
+        cls, gpus: str, *, host_memory: str | None = None, nvme: str | None = None, node_ranks: int | None = None
+    ) -> Hardware:
+        """Of texts: "4x24GB" or "24GB" (one), "128GB", "1TB". ``UsageError`` for others."""
         match = _GPUS.fullmatch(gpus.strip())
         if match is None:
             raise UsageError(f"gpus: expected a number and a size, as 4x24GB, got {gpus!r}")
         host = None if host_memory is None else parse_bytes(host_memory, "host memory")
-        return cls(int(match[1] or 1), parse_bytes(match[2], "gpus"), host, node_ranks)
+        disk = None if nvme is None else parse_bytes(nvme, "nvme")
+        return cls(int(match[1] or 1), parse_bytes(match[2], "gpus"), host, disk, node_ranks)
 
     @property
     def reserved_bytes(self) -> int:
@@ -55,15 +59,15 @@ class Hardware:
         """Of one device, for tensors."""
         return self.device_bytes - self.reserved_bytes
 
-    @property
-    def host_bytes_per_rank(self) -> int | None:
-        """A rank's part of the host's memory; None: not asked."""
-        return None if self.host_bytes is None else self.host_bytes // (self.node_ranks or self.ranks)
+    def per_rank(self, of_node: int | None) -> int | None:
+        """A rank's part of what its node has; None: not asked."""
+        return None if of_node is None else of_node // (self.node_ranks or self.ranks)
 
     def __str__(self) -> str:
         what = "GPU" if self.is_gpu else "CPU rank"
         host = "" if self.host_bytes is None else f", {show_bytes(self.host_bytes)} of host memory per node"
-        return f"{self.ranks} {what}{'s' * (self.ranks > 1)} of {show_bytes(self.device_bytes)}{host}"
+        disk = "" if self.disk_bytes is None else f", {show_bytes(self.disk_bytes)} of disk"
+        return f"{self.ranks} {what}{'s' * (self.ranks > 1)} of {show_bytes(self.device_bytes)}{host}{disk}"
 
 
 def parse_bytes(text: str, what: str) -> int:

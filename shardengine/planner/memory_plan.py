@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shardengine.config import Config, load_config
 from shardengine.errors import UsageError
 from shardengine.planner import batches
-from shardengine.planner.dry_engine import FORWARD, INITIALIZE, DryRun, Place, bytes_by_kind, dry_run
+from shardengine.planner.dry_engine import FORWARD, INITIALIZE, STATES, STEP, DryRun, Place, bytes_by_kind, dry_run
 from shardengine.planner.hardware import Hardware, show_bytes
 from shardengine.planner.ledger import Moment
 from shardengine.planner.no_values import NoValues, without_weights
@@ -43,7 +43,8 @@ class Tier:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one rank of a run needs: ``device``, and ``host`` where the device has a memory of its own.
+    """What one rank of a run needs: ``device``, ``host`` where the device has a memory of its own, and ``disk`` where
+    the config has the tier nvme.
 
     config: with defaults, for this number of ranks · parameters: of the model · timeline: after each event of
     initialize and of the steps what is alive on the device · seconds: that the plan took.
@@ -56,13 +57,14 @@ class Plan:
     tokens: tuple[int, ...]
     device: Tier
     host: Tier | None
+    disk: Tier | None
     timeline: list[Moment]
     seconds: float
 
     @property
     def tiers(self) -> list[Tier]:
         """Those that a rank uses."""
-        return [self.device] if self.host is None else [self.device, self.host]
+        return [tier for tier in (self.device, self.host, self.disk) if tier is not None]
 
     @property
     def fits(self) -> bool:
@@ -152,11 +154,13 @@ def _plan_of(run: DryRun, where: Hardware, rank: int, batch: Mapping[str, Any]) 
     )  # fmt: skip
     on_host = Tier(
         "host", host.bytes, dict(bytes_by_kind(host)), host.phase, run.host[-1].bytes if run.host else 0, 0,
-        where.host_bytes_per_rank,
+        where.per_rank(where.host_bytes),
     )  # fmt: skip
+    kept = round(run.memory["measured_disk_bytes"])
+    on_disk = Tier("disk", kept, {STATES: kept}, STEP, kept, kept, where.per_rank(where.disk_bytes))
     return Plan(
         where, run.config, rank, run.parameters, shapes, device, on_host if where.is_gpu and run.host else None,
-        run.device, run.seconds,
+        on_disk if kept else None, run.device, run.seconds,
     )  # fmt: skip
 
 

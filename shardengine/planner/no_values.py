@@ -111,7 +111,7 @@ class KeptOnGpu(TorchFunctionMode):
             values, chance, training, _ = given.args
             if training and 0 < chance < 1:
                 return torch.native_dropout(values, chance, True)[0]
-        elif func is torch._C._nn.scaled_dot_product_attention:
+        elif func is nn.functional.scaled_dot_product_attention:
             args = (*args[:_DROPOUT_P], 0.0, *args[_DROPOUT_P + 1 :]) if len(args) > _DROPOUT_P else args
             kwargs |= {"dropout_p": 0.0} if "dropout_p" in kwargs else {}
         return func(*args, **kwargs)

@@ -34,7 +34,7 @@ GB = 10**9
 )
 def test_hardware_is_read_as_people_write_it(text: str, ranks: int, size: int) -> None:
     found = Hardware.parse(text, host_memory="128GB", node_ranks=1)
-    assert (found.ranks, found.device_bytes, found.host_bytes_per_rank) == (ranks, size, 128 * GB)
+    assert (found.ranks, found.device_bytes, found.per_rank(found.host_bytes)) == (ranks, size, 128 * GB)
 
 
 @pytest.mark.parametrize("text", ["4x", "x24GB", "fourx24GB", "4x24XB", "0x24GB", "4x0GB", "", "-1x24GB"])
@@ -46,7 +46,7 @@ def test_what_is_no_hardware_is_told(text: str) -> None:
 def test_ranks_are_in_whole_nodes() -> None:
     with pytest.raises(UsageError, match="in whole nodes, got 4 ranks and 3 in a node"):
         Hardware.parse("4x24GB", node_ranks=3)
-    assert Hardware.parse("8x24GB", host_memory="100GB", node_ranks=4).host_bytes_per_rank == 25 * GB
+    assert Hardware.parse("8x24GB", node_ranks=4).per_rank(100 * GB) == 25 * GB
 
 
 class Tied(nn.Module):
@@ -148,6 +148,19 @@ def test_the_rest_is_the_formula() -> None:
     assert short.device.fits and not short.fits and "host: does not fit" in short.sentences()[1]
 
 
+def test_states_on_a_disk(tmp_path: Path) -> None:
+    zero = {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path / "disk")}}
+    model = nn.Sequential(*(nn.Linear(512, 512, device="meta") for _ in range(4)))
+    for size, fits in ((1 << 40, True), (1 << 20, False)):
+        where = Hardware(2, 24 * GB, disk_bytes=size)
+        config = {**CONFIG, "zero_optimization": zero}
+        found = plan(model, config, where, batch={"input": torch.zeros(4, 512)}, loss=lambda y: y.sum())
+        assert found.disk is not None and found.fits is fits
+        assert found.disk.peak == pytest.approx(12 * 4 * (512 * 512 + 512) / 2, rel=0.01)
+        assert found.host is not None and found.host.at_peak["gradients and buffers"] > 0
+    assert not (tmp_path / "disk").exists(), "nothing is written"
+
+
 class Picks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -205,7 +218,7 @@ def test_what_a_gpu_keeps_for_backward() -> None:
     assert saved_bytes(False, attention) > 2 * 4 * 64 * 64 * 4
 
 
-@pytest.mark.parametrize("tier", ["device", "states", "weights", "both"])
+@pytest.mark.parametrize("tier", list(TIERS))
 @pytest.mark.parametrize("stage", ["0", "2", "3"])
 def test_a_device_apart_has_what_the_meta_device_has(stage: str, tier: str, tmp_path: Path) -> None:
     """There host and device are two devices, so that nothing of one is taken for the other's."""

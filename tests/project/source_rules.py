@@ -73,6 +73,8 @@ SLIVERS: Mapping[str, str] = {
     "engine/exchanging.py": "the order around an exchange of weights, for averages and for schedule-free classes",
     "checkpoint/model_facts.py": "what other libraries want to know of a model; nothing else of a save is about that",
     "compat/deepspeed/hosts.py": "facts of other libraries, each change with its reason",
+    "planner/batches.py": "what is known of transformers' models; a plan of any other needs nothing of it",
+    "planner/no_disk.py": "the interface of another package, without what that does",
     "comm/frames.py": "a format of messages, which is tested and read without groups",
     "engine/tracing.py": "one file of the events of all ranks; the engine's own file has enough",
     "engine/offload_states.py": "freeing the device between two phases is no part of a step, nor of an engine's wiring",

@@ -10,7 +10,8 @@ lease           which files below a directory belong to a living process
 Must not know: what else a tier may be, what the tensors mean.
 """
 
-from shardengine.offload.nvme.extent_file import Aio, ExtentFile
+from shardengine.offload.nvme.extent_file import Aio, Extent, ExtentFile
 from shardengine.offload.nvme.file_tier import FileTier
+from shardengine.offload.nvme.io_request import IORequest
 
-__all__ = ["Aio", "ExtentFile", "FileTier"]
+__all__ = ["Aio", "Extent", "ExtentFile", "FileTier", "IORequest"]

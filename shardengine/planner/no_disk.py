@@ -1,0 +1,61 @@
+"""A file of the tiers that keeps nothing: room is taken and given back, and a transfer is over when it is asked for.
+
+Must not know: what is kept, how the real file is laid out (``offload.nvme``), whose interface it has.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import Tensor
+
+from shardengine.offload import Extent, IORequest
+
+
+class NoDisk:
+    """As ``ExtentFile``. bytes: that it would have · map_bytes: makes the memory that shows an extent."""
+
+    def __init__(self, folder: Path, map_bytes: Callable[[int], Tensor]) -> None:
+        self.path = folder / "planned"
+        self.bytes = 0
+        self._map_bytes = map_bytes
+        self._reserved: Counter[int] = Counter()
+
+    def reserve(self, count: int) -> None:
+        """See ``ExtentFile``."""
+        self._reserved[count] += 1
+
+    def allocate(self, count: int) -> Extent:
+        """See ``ExtentFile``."""
+        self._reserved[count] -= self._reserved[count] > 0
+        self.bytes += count
+        return Extent(self.bytes - count, count)
+
+    def free_reserved(self) -> None:
+        """See ``ExtentFile``."""
+        self._reserved.clear()
+
+    def free(self, extent: Extent) -> None:
+        """See ``ExtentFile``."""
+        self.bytes -= extent.count
+
+    def read(self, extent: Extent, into: Tensor) -> IORequest:
+        """See ``ExtentFile``; nothing is filled."""
+        return IORequest(0)
+
+    def write(self, extent: Extent, source: Tensor) -> IORequest:
+        """See ``ExtentFile``; nothing is kept."""
+        return IORequest(0)
+
+    def look(self, extent: Extent) -> Tensor:
+        """See ``ExtentFile``."""
+        return self._map_bytes(extent.count)
+
+    def edit(self, extent: Extent) -> Tensor:
+        """See ``ExtentFile``."""
+        return self._map_bytes(extent.count)
+
+    def close(self) -> None:
+        """See ``ExtentFile``."""
