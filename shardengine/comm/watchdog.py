@@ -157,7 +157,7 @@ class Watchdog:
 
     def _raise_reported(self, reports: dict[int, FailureReport]) -> None:
         for rank, report in sorted(reports.items()):
-            cure = _RESTART if self._waiting.text.startswith(HOOK) else _RESET
+            cure = _RESTART if HOOK in self._waiting.text + report.text else _RESET
             raise _error_of(report.text)(
                 f"rank {rank} {report.verb}: {report.text}. Meanwhile {self._waiting.text} cannot end. {cure}"
             )
