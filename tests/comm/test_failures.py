@@ -20,6 +20,7 @@ from shardengine.comm.positions import Presence, Waiting
 from shardengine.comm.rendezvous import LAUNCHED
 from shardengine.comm.watchdog import Watchdog
 from shardengine.errors import CommunicationError, MismatchError
+from tests.support import HANG_S
 
 
 class Boom(ArithmeticError):
@@ -288,6 +289,31 @@ def test_only_a_rank_that_hosts_the_store_is_taken_for_its_host(
             assert mesh.store_host() is None
     shared["store"] = PrefixStore("outer", FileStore(str(tmp_path / "store"), 1))
     assert mesh.store_host() is None
+
+
+@pytest.mark.parametrize("presence", [Presence.CLOSING, Presence.LEFT, Presence.ENDED])
+def test_a_meeting_ends_as_soon_as_a_rank_has_left(monkeypatch: pytest.MonkeyPatch, presence: Presence) -> None:
+    (one, two), _ = failures_of_ranks(monkeypatch, timeout_s=HANG_S)
+    two.issued.update(reduce=1)
+    two.set_progress(3, 0)
+    one.issued.update(reduce=1)
+    said: list[str] = []
+
+    def meet() -> None:
+        with pytest.raises(CommunicationError) as raised:
+            meeting.meet(one, "engine.reset()")
+        said.append(str(raised.value))
+
+    waits = threading.Thread(target=meet)
+    waits.start()
+    while not two.board.read("here"):
+        time.sleep(0.01)
+    two.leave("has closed its engine", presence)
+    waits.join(HANG_S / 4)
+    text = said[0]
+    assert text.startswith("engine.reset() on rank 0: expected every rank to call it, but rank 1 has closed its engine")
+    assert "after step 3" in text and text.endswith("Start the ranks again")
+    assert not two.board.read("here"), "so that nobody takes it for one who waits"
 
 
 def test_meeting_waits_for_every_rank_and_names_those_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
