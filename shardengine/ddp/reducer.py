@@ -191,7 +191,13 @@ class Reducer:
         self._spill = CopyQueue(self.platform, pool)
         self.way_back = CopyQueue(self.platform, pool)
         self.buckets = [self._new_state(bucket, layout, pool) for bucket in buckets]
-        self.views = GradientViews(layout, self.buckets, parameters, collectives.mesh.rank)
+        self.views = GradientViews(
+            layout,
+            self.buckets,
+            parameters,
+            collectives.mesh.rank,
+            lambda error, what: collectives.failures.report_outside(error, what),
+        )
         self.used: set[int] = set()
         self.touched: frozenset[int] = frozenset()
         self._collectives = collectives

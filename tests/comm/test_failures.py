@@ -104,6 +104,25 @@ def test_a_report_that_stands_ends_the_wait_of_another_rank(monkeypatch: pytest.
         look_twice(one)
 
 
+def test_what_is_raised_outside_of_calls_is_reported_once_and_not_counted_where_all_raise_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (one, two), _ = failures_of_ranks(monkeypatch)
+    for each in (one, two):
+        each.set_progress(1, 1)
+        each.report_outside(Boom("loud"), "a change of 'w'.grad")
+    look_twice(one)
+    two.set_progress(1, 2)
+    two.report_outside(Boom("louder"), "a change of 'w'.grad")
+    told = r"rank 1 raised: Boom: louder \(in a change of 'w'.grad after micro-batch 2 of step 2\).*a gather"
+    with pytest.raises(CommunicationError, match=told):
+        look_twice(one)
+    with pytest.raises(Boom), two.reports_failure("step 2", lambda error: "unit 'block'"):
+        two.report_outside(error := Boom("loudest"), "a change of 'w'.grad")
+        raise error
+    assert one.reports()[1].text == "Boom: loudest (in step 2, unit 'block')"
+
+
 def test_a_report_that_is_taken_back_or_has_not_stood_long_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     (one, two), _ = failures_of_ranks(monkeypatch)
     raises_in(two, "step 1")
