@@ -3,6 +3,7 @@ what is lost."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 import shardengine
 from shardengine.ddp.comm_hooks import Messages, by_name, error_feedback
 from shardengine.ddp.comm_hooks import hook as hook_module
-from shardengine.errors import UsageError
+from shardengine.errors import MismatchError, UsageError
 from tests.support import cases
 from tests.support.comparing import assert_equal_to_truth
 from tests.support.ranks import RankPool
@@ -291,6 +292,59 @@ REFUSED = {
     "divisor": "divided by the number of ranks, 2, got a divisor of 3: the hook brings a mean",
     "sum": "got a divisor of 1: the hook brings a mean",
 }
+
+
+class Calls:
+    def mean_in_tree(self, state: Any, bucket: Any) -> Any:
+        return bucket.buffer()
+
+    def __call__(self, state: Any, bucket: Any) -> Any:
+        return bucket.buffer()
+
+
+GIVEN: dict[str, tuple[Any, Any]] = {
+    "function": (None, mean_in_tree),
+    "method": (None, Calls().mean_in_tree),
+    "object": (None, Calls()),
+    "another": (None, default_hooks.allreduce_hook),
+    "state": ([], mean_in_tree),
+    "another state": ({}, mean_in_tree),
+    "partial": (None, functools.partial(mean_in_tree)),
+}
+HERE = "tests.parity.test_comm_hooks"
+DIFFER = {
+    ("function", "method"): f"{HERE}.mean_in_tree with no state on ranks [0, 2], {HERE}.Calls.mean_in_tree with",
+    (
+        "function",
+        "object",
+    ): f"{HERE}.Calls with no state on ranks [1]",
+    (
+        "function",
+        "another",
+    ): "ddp_comm_hooks.default_hooks.allreduce_hook with no state on ranks [1]",
+    ("function", "state"): f"{HERE}.mean_in_tree with a state of type list on ranks [1]",
+    ("state", "another state"): "with a state of type list on ranks [0, 2], ",
+    ("function", "partial"): "",
+}
+
+
+def registered(most: str, one: str) -> str:
+    engine = cases.make_engine(cases.make_mlp(), cases.config_of("1"))
+    try:
+        engine.register_comm_hook(*GIVEN[one if engine.rank == 1 else most])
+    except MismatchError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return ""
+
+
+@pytest.mark.parametrize(("most", "one"), DIFFER)
+def test_ranks_that_are_given_different_hooks_are_told_which_is_where(pools: Pools, most: str, one: str) -> None:
+    for rank, said in enumerate(pools(3).run(registered, most, one)):
+        assert DIFFER[most, one] in said, said
+        assert bool(said) == bool(DIFFER[most, one])
+        assert not said or said.endswith(f"(this is rank {rank})")
 
 
 @pytest.mark.parametrize("what", REFUSED)
