@@ -391,20 +391,6 @@ def test_errors_are_saved_without_the_loss_scale(pools: Pools, tmp_path: Path) -
     assert len(set(results[0]["scales"])) > 1
 
 
-def on_fewer_ranks(folder: str) -> list[float]:
-    engine = cases.make_engine(cases.make_mlp(), cases.config_of("3", 2, comm_hook={"name": "int4"}))
-    engine.load_checkpoint(folder)
-    losses = [cases.run_micro_batch(engine, cases.loss_of, STEPS, micro) for micro in range(2)]
-    engine.close()
-    return losses
-
-
-def test_another_number_of_ranks_begins_without_errors(pools: Pools, tmp_path: Path) -> None:
-    pools(3).run(resumed, "2", str(tmp_path))
-    for losses in pools(2).run(on_fewer_ranks, str(tmp_path)):
-        assert all(loss == loss and loss < 10 for loss in losses)
-
-
 def whole_errors(engine: Any) -> dict[str, torch.Tensor]:
     """By parameter, flat."""
     core, found = engine._core, dict[str, torch.Tensor]()
