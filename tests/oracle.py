@@ -11,7 +11,7 @@ set of parameters and adds their gradients up in the declared order:
   (or none: ``masters``). What waits for later micro-batches is kept in ``accumulate``, where that is not fp32
 - a communication hook ("coding"): what a rank sends is put into fewer bits and taken out again, ``coded``; on a hybrid
   mesh the sums of the groups once more. With error feedback what was lost of a rank's gradient is added to its
-  next one of that parameter; late gradients have none
+  next one of that parameter; late gradients have none. On other ranks than before, see ``taken_over``
 - PowerSGD ("low_rank"): the sum over ranks of a matrix is an approximation of it, see ``LowRank``; what a rank's share
   of it lacks is added to the next. All else, and the first steps, as ever, but that sums are sent in fp32
 - quantised weights ("coded_weights"): forward and backward see all parameters as ``coded`` leaves them
@@ -162,6 +162,12 @@ class LowRank:
         return total
 
 
+def taken_over(errors: list[Tensor], ranks: int) -> list[Tensor]:
+    """Each rank's, of those that there were: every so manieth, added up in order, so that their mean stays."""
+    zeros, share = torch.zeros_like(errors[0]), ranks / len(errors)
+    return [ordered_sum(errors[rank::ranks]) * share if errors[rank::ranks] else zeros for rank in range(ranks)]
+
+
 def complete_gradient(
     grads: list[list[Fires]],
     like: Tensor,
@@ -308,6 +314,8 @@ class Trace:
     scales: list[float] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
+    errors: dict[Tensor, list[Tensor]] = field(default_factory=dict)
+    thin: dict[Tensor, LowRank] = field(default_factory=dict)
 
 
 def new_values(
@@ -740,12 +748,15 @@ def train(
     said = "" if coding is None or ranks == 1 else coding[0]
     sums = Sums(order, divisor or (ranks if mean else 1), wire, reduce, accumulate, inside, said)
     errors = {p: [torch.zeros_like(p, dtype=torch.float32) for _ in range(ranks)] for p in trained}
+    errors |= {p: taken_over(rows, ranks) for p, rows in (earlier.errors if earlier else {}).items()}
     fed_back = errors if said and coding is not None and coding[1] else {}
     scale_before = 1.0
     sizes = [p.numel() for p in model.parameters()]
     numbers: dict[Tensor, int] = {p: sum(sizes[:index]) for index, p in enumerate(model.parameters())}
     told = low_rank if ranks > 1 else None
     thin = {} if told is None else {p: LowRank(p, ranks, numbers[p], told) for p in trained}
+    for p, before in (earlier.thin if earlier and thin else {}).items():
+        thin[p].errors, thin[p].q = taken_over(before.errors, ranks), before.q
     for parameter in model.parameters() if low else ():
         parameter.data = parameter.data.to(low)
     trace = earlier or Trace()
@@ -850,6 +861,7 @@ def train(
             trace.scales.append(scaler.scale)
     for handle in handles:
         handle.remove()
+    trace.errors, trace.thin = {p: [e / scale_before for e in rows] for p, rows in fed_back.items()}, thin
     trace.parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
     trace.shown = {name: value.detach().clone() for name, value in model.state_dict().items()}
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}

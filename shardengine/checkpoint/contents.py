@@ -7,8 +7,12 @@ its shape. Over all ranks the written parts cover every element once: sharded te
 replicated ones (stage 0) cut by the same slices, what is kept of parameters as a whole by one rank each, frozen
 parameters outside of the flat buffers in equal shares, buffers by rank 0. Where every rank has buffers of its own
 (``broadcast_buffers`` is off) each writes and takes back its own. What a rank's messages have not said yet (error
-feedback of a communication hook) has a key of its own for each rank, which takes it back; a rank that the checkpoint
-does not have begins without. What a hook goes on with (PowerSGD's factors) is kept of a parameter as a whole.
+feedback of a communication hook) has a key of its own for each rank, which takes it back. What a hook goes on with
+(PowerSGD's factors) is kept of a parameter as a whole.
+
+[Note: Errors of other ranks] Only the mean of the ranks' errors reaches the weights. So on another number of ranks than
+saved them rank r takes those of the saved ranks r, r + ranks, r + 2 ranks, …, added up in this order in fp32, times new
+by saved ranks (by nothing where sums are not divided by the number of ranks): what was not said is said all the same.
 """
 
 from __future__ import annotations
@@ -34,9 +38,14 @@ def error_key(rank: int) -> str:
     return f"{ERROR}.{rank}"
 
 
+def is_error(key: str) -> bool:
+    """Whether it is one of these."""
+    return key.startswith(f"{ERROR}.")
+
+
 def is_of_hook(key: str) -> bool:
     """Whether a communication hook keeps what has this key."""
-    return key == FACTOR or key.startswith(f"{ERROR}.")
+    return key == FACTOR or is_error(key)
 
 
 def held(core: Core, optimizer: ShardedOptimizer | None, *, writable: bool = False) -> Iterator[FlatSlice]:
@@ -79,7 +88,7 @@ def owned(core: Core, optimizer: ShardedOptimizer | None, *, own_buffers: bool) 
             if rank == 0 or own_buffers:
                 yield part
             continue
-        if is_of_hook(part.key) and part.key != FACTOR:
+        if is_error(part.key):
             yield part
             continue
         if part.per == 0:  # every rank has all of it

@@ -37,10 +37,11 @@ class Plan:
     """What loading would do. problems: why it cannot.
 
     missing, unexpected: names that only the engine, or only the checkpoint has (``strict=False``) · kept: frozen
-    parameters that the checkpoint leaves out, by its fingerprint of them · fresh: parts that
-    begin anew, at zero · groups: per optimizer group the options to take over, None to keep its own · origins: each
-    group's number in the checkpoint · steps: per parameter · converted: what has another dtype, in words · unknown:
-    of ``kept``, what has another dtype, so that nobody knows whether it is the same
+    parameters that the checkpoint leaves out, by its fingerprint of them · fresh: parts that begin anew, at zero ·
+    added: what is added to what ``fillings`` bring, in order · share: what errors are multiplied with then (contents:
+    [Note: Errors of other ranks]) · groups: per optimizer group the options to take over, None to keep its own ·
+    origins: each group's number in the checkpoint · steps: per parameter · converted: what has another dtype, in words
+    · unknown: of ``kept``, what has another dtype, so that nobody knows whether it is the same
     """
 
     problems: list[str] = field(default_factory=list)
@@ -50,6 +51,8 @@ class Plan:
     unknown: list[str] = field(default_factory=list)
     kept: dict[str, int] = field(default_factory=dict)
     fillings: list[Filling] = field(default_factory=list)
+    added: list[Filling] = field(default_factory=list)
+    share: float = 1.0
     fresh: list[FlatSlice] = field(default_factory=list)
     groups: list[dict[str, Any] | None] = field(default_factory=list)
     origins: list[int | None] = field(default_factory=list)
@@ -60,8 +63,14 @@ class Plan:
     def onto(self, parts: Iterable[FlatSlice]) -> Plan:
         """The same for ``parts``, which may be written to; it was made of views that may only be read."""
         found = {(part.name, part.key, part.first): part for part in parts}
-        fillings = [replace(filling, part=found[filling.part[:3]]) for filling in self.fillings]
-        return replace(self, fillings=fillings, fresh=[found[part[:3]] for part in self.fresh])
+        fillings, added = ([replace(each, part=found[each.part[:3]]) for each in those]
+                           for those in (self.fillings, self.added))  # fmt: skip
+        return replace(self, fillings=fillings, added=added, fresh=[found[part[:3]] for part in self.fresh])
+
+    @property
+    def read(self) -> list[Filling]:
+        """All that is read."""
+        return [*self.fillings, *self.added]
 
 
 _WORDS = {dtype: word for word, dtype in KEPT_IN.items()}
@@ -102,6 +111,9 @@ def plan(saved: dict[str, Any], engine: Inspection, *, strict: bool, weights_onl
     for part in contents.held(core, engine.optimizer):
         if part.name not in sources or (weights_only and part.key not in (WEIGHT, BUFFER)):
             continue
+        if contents.is_error(part.key) and there.ranks != core.mesh.ranks:
+            _take_errors(part, sources[part.name], there, core, found)
+            continue
         entry = there.tensors.get((sources[part.name], part.key))
         if part.key == WEIGHT and part.name in found.kept:
             continue
@@ -119,6 +131,21 @@ def plan(saved: dict[str, Any], engine: Inspection, *, strict: bool, weights_onl
         else:
             found.problems.append(f"{part.name} ({part.key}): some of its elements are in no file of the checkpoint")
     return found
+
+
+def _take_errors(part: FlatSlice, origin: str, there: _Saved, core: Core, found: Plan) -> None:
+    """See contents: [Note: Errors of other ranks]."""
+    mesh = core.mesh
+    found.share = mesh.ranks / there.ranks if core.reducer.rules.divisor == mesh.ranks else 1.0
+    keys = [contents.error_key(rank) for rank in range(mesh.rank, there.ranks, mesh.ranks)]
+    entries = [there.tensors[origin, key] for key in keys if (origin, key) in there.tensors]
+    fillings = [Filling(part, dtype, list(_overlaps(part, pieces, dtype))) for dtype, pieces in entries]
+    if not all(_covers(filling) for filling in fillings):
+        found.problems.append(f"{part.name} ({part.key}): some of its elements are in no file of the checkpoint")
+    if not fillings:
+        found.fresh.append(part)
+    found.fillings += fillings[:1]
+    found.added += fillings[1:]
 
 
 def _match(there: _Saved, core: Core, found: Plan, *, strict: bool) -> dict[str, str]:

@@ -15,7 +15,7 @@ verified first, so that damage changes nothing, and then read again.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -299,7 +299,7 @@ def _verified_first(candidate: _Candidate, core: Core, way: _Way) -> dict[str, l
         if number % core.mesh.ranks == core.mesh.rank:
             files[file] = [(0, 8)]
     if not way.at_once:
-        for file, ranges in _ranges(candidate.plan.fillings).items():
+        for file, ranges in _ranges(candidate.plan.read).items():
             files.setdefault(file, []).extend(ranges)
     return dict(sorted(files.items()))
 
@@ -339,17 +339,17 @@ def _take(engine: Inspection, chosen: _Candidate, way: _Way) -> str:
     files, direct = chosen.saved["files"], way.at_once and alone
     with Reader(chosen.place, files, chosen.saved["chunk_bytes"], direct=direct) as reader:
 
-        def fill(part: list[fit.Filling]) -> str:
+        def fill(part: list[fit.Filling], added: Sequence[fit.Filling] = ()) -> str:
             """What was damaged on any rank; "" if nothing was."""
             texts = collectives.exchange_objects(
-                run_on_all_ranks(collectives, what, lambda: _filled(reader, chosen, part)), what
+                run_on_all_ranks(collectives, what, lambda: _filled(reader, chosen, part, added)), what
             )
             return next((text for text in texts if text), "")
 
         damaged = fill(weights)
         if not damaged:
             with core.adopting_masters():
-                damaged = fill(states)
+                damaged = fill(states, chosen.plan.added)
     if not damaged and not way.weights_only:
         run_on_all_ranks(collectives, what, lambda: _restore(engine, chosen))
     if damaged and not way.at_once:  # it was whole a moment ago, and an older one need not write all of the engine
@@ -357,10 +357,14 @@ def _take(engine: Inspection, chosen: _Candidate, way: _Way) -> str:
     return damaged
 
 
-def _filled(reader: Reader, chosen: _Candidate, fillings: list[fit.Filling]) -> str:
+def _filled(reader: Reader, chosen: _Candidate, fillings: list[fit.Filling], added: Sequence[fit.Filling]) -> str:
     """Fill; "", or what is damaged."""
     try:
         _fill(reader, fillings)
+        for each in added:
+            _add(reader, each)
+        for each in (each for each in fillings if contents.is_error(each.part.key) and chosen.plan.share != 1):
+            each.part.values.mul_(chosen.plan.share)
     except DamageError as error:
         return _told(chosen, error.damage)
     return ""
@@ -368,7 +372,7 @@ def _filled(reader: Reader, chosen: _Candidate, fillings: list[fit.Filling]) -> 
 
 def _reads_alone(chosen: _Candidate, core: Core) -> bool:
     """Whether ranks have little in common of what they read: then the page cache of a machine is of no use."""
-    needed = sum(end - start for ranges in _ranges(chosen.plan.fillings).values() for start, end in ranges)
+    needed = sum(end - start for ranges in _ranges(chosen.plan.read).values() for start, end in ranges)
     whole: int = sum(facts["bytes"] for facts in chosen.saved["files"].values())
     return needed * core.mesh.ranks <= _MOSTLY_ALONE * whole
 
@@ -397,6 +401,14 @@ def _fill(reader: Reader, fillings: Iterable[fit.Filling]) -> None:
     reader.fill(dict(sorted(wanted.items())))
     for values, flat in apart:
         values.copy_(flat.view(values.shape))
+
+
+@torch.no_grad()
+def _add(reader: Reader, filling: fit.Filling) -> None:
+    """Onto what is there."""
+    read = torch.empty_like(filling.part.values)
+    _fill(reader, [fit.Filling(filling.part._replace(values=read), filling.dtype, filling.sources)])
+    filling.part.values.add_(read)
 
 
 def _restore(engine: Inspection, chosen: _Candidate) -> None:

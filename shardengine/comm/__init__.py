@@ -32,7 +32,7 @@ from shardengine.comm import agreement, devices, meeting, mesh, nodes, rendezvou
 from shardengine.comm.agreement import compare, describe, run_on_all_ranks, settle_kernels
 from shardengine.comm.collectives import Collectives, Named, OnComplete, Parts, Subject, Way
 from shardengine.comm.failures import Failures
-from shardengine.comm.flight_recorder import STEP, Purpose
+from shardengine.comm.flight_recorder import HOOK, STEP, Purpose
 from shardengine.comm.group_kind import GroupKind, GroupName
 from shardengine.comm.group_speed import GroupSpeed, measure_gathers, measure_reduction
 from shardengine.comm.launcher import cores, default_ranks, host_threads, launch, rank_environment
@@ -44,6 +44,7 @@ from shardengine.comm.wire import Wire
 from shardengine.comm.work import Work
 
 __all__ = [
+    "HOOK",
     "STEP",
     "Coding",
     "Collectives",

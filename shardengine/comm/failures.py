@@ -114,6 +114,18 @@ class Failures:
         finally:
             self._place, self._inside = outer if outer[1] else (where, False)
 
+    def report_outside(self, error: BaseException, what: str) -> None:
+        """``error`` is raised at ``what``, outside of any call of the engine; inside of one, that reports it.
+
+        Ranks in which the same is raised at the same place do not count each other's.
+        """
+        if self._inside or isinstance(error, CommunicationError | MismatchError):
+            return
+        where = f"{what} {self._after()}".strip()
+        self._raised.add((where, 0))
+        self.report(FailureReport(f"{type(error).__name__}: {error} (in {where})", where))
+        self.mark_known(error)
+
     def set_progress(self, steps: int, micro_batches: int) -> None:
         """How far this rank is: steps that it has completed, micro-batches of the next one."""
         if (steps, micro_batches) != self._progress and self._mesh.ranks > 1:

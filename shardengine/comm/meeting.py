@@ -120,7 +120,8 @@ def _reachable() -> Iterator[None]:
 
 
 def meet(failures: Failures, what: str) -> None:
-    """Wait until every rank calls this; ``CommunicationError`` names those that do not within ``timeout_s``."""
+    """Wait until every rank calls this; ``CommunicationError`` names those that do not within ``timeout_s``, or that
+    have left, as soon as they say so."""
     mesh = failures.mesh
     if mesh.ranks == 1:
         return
@@ -134,8 +135,15 @@ def meet(failures: Failures, what: str) -> None:
             if not written:
                 failures.board.write("here", what)
             here, written = set(failures.board.read("here")), True
+            gone = {rank: each.text for rank, each in failures.departures().items()}
         except Unreachable:
-            here, written = set(), False
+            here, written, gone = set(), False, {}
+        if gone:
+            end(failures)
+            raise CommunicationError(
+                f"{what} on rank {mesh.rank}: expected every rank to call it, but {one_sentence(gone)}. Start the "
+                "ranks again"
+            )
         if here == others:
             return
         came |= here

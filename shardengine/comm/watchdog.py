@@ -44,6 +44,13 @@ _SAME = (
     "Give every rank the same number of batches, or train inside `with engine.join():`, and make the same calls on "
     "every rank"
 )
+_BATCHES = (
+    "Where ranks come there after different numbers of batches, give every rank the same number, or train inside `with "
+    "engine.join():`"
+)
+_TRAINING = frozenset({"", "forward", "backward", "step", "join", "engine.join()"})
+"""Calls that ranks make in their loops over batches; "": outside of any."""
+_EVALUATION = frozenset({"forward without grad", "a forward without grad"})
 _EVALUATE = (
     "At stage 3 a forward gathers weights from every rank: evaluate the same number of batches on every rank, or "
     "inside of `with engine.full_params():` that every rank opens"
@@ -157,15 +164,16 @@ class Watchdog:
 
     def _raise_reported(self, reports: dict[int, FailureReport]) -> None:
         for rank, report in sorted(reports.items()):
-            cure = _RESTART if self._waiting.text.startswith(HOOK) else _RESET
+            cure = _RESTART if HOOK in self._waiting.text + report.text else _RESET
             raise _error_of(report.text)(
                 f"rank {rank} {report.verb}: {report.text}. Meanwhile {self._waiting.text} cannot end. {cure}"
             )
 
     def _raise_left(self, left: dict[int, Departure]) -> None:
         if left:
-            same = _EVALUATE if self._waiting.group == GroupName.EVALUATE else _SAME
-            cure = "Handle the cause, and start the ranks again" if any(each.failed for each in left.values()) else same
+            cure = _cure_alone(self._failures.placed(self._waiting))
+            if any(each.failed for each in left.values()):
+                cure = "Handle the cause, and start the ranks again"
             said = one_sentence({rank: each.text for rank, each in left.items()})
             place = self._failures.place
             if self._waiting.group == MEETING:
@@ -233,12 +241,40 @@ class Watchdog:
 
 def _describe_deadlock(stuck: dict[int, Waiting]) -> str:
     places = [f"rank {rank} stands in {each.where or 'a call'} ({each.text})" for rank, each in stuck.items()]
-    evaluates = [each.group == GroupName.EVALUATE for each in stuck.values()]
-    trains = [each.where.startswith(("forward", "backward")) for each in stuck.values()]
-    cure = f"{_SAME}. {_BLOCKS}" if all(trains) else _SAME
-    if any(evaluates) and all(one or other for one, other in zip(evaluates, trains, strict=True)):
-        cure = _EVALUATE
-    return f"ranks wait for each other: {', '.join(places)}; none of them can end. {cure}"
+    return f"ranks wait for each other: {', '.join(places)}; none of them can end. {_cure(list(stuck.values()))}"
+
+
+def _cure(stuck: list[Waiting]) -> str:
+    """What to do where ranks stand in these."""
+    others = list(dict.fromkeys(_call(each) for each in stuck if not _trains(each) and not _evaluates(each)))
+    if not others:
+        if any(_evaluates(each) for each in stuck):
+            return _EVALUATE
+        return f"{_SAME}. {_BLOCKS}" if all(each.where.startswith(("forward", "backward")) for each in stuck) else _SAME
+    same = f"Make the same calls on every rank, in the same order: {' and '.join(others)} on all of them, or on none"
+    added = [_EVALUATE] if any(_evaluates(each) for each in stuck) else []
+    added += [_BATCHES] if any(_trains(each) for each in stuck) else []
+    return ". ".join([same, *added])
+
+
+def _cure_alone(waiting: Waiting) -> str:
+    """What to do where a rank stands in it and another has left."""
+    if _evaluates(waiting):
+        return _EVALUATE
+    return _SAME if _trains(waiting) else f"Call {_call(waiting)} on every rank, before one of them leaves, or on none"
+
+
+def _call(waiting: Waiting) -> str:
+    """The call of the engine in which a rank waits."""
+    return waiting.where.split(" of step ")[0].removeprefix("leaving ")
+
+
+def _trains(waiting: Waiting) -> bool:
+    return not _evaluates(waiting) and _call(waiting) in _TRAINING
+
+
+def _evaluates(waiting: Waiting) -> bool:
+    return waiting.group == GroupName.EVALUATE or _call(waiting) in _EVALUATION
 
 
 def _error_of(said: str) -> type[CommunicationError | MismatchError]:

@@ -18,6 +18,9 @@ Must not know: how gradients came to be complete, the step, modules.
     reading values              where this rank holds all of them (one rank); elsewhere ``UsageError`` names the way
     replacing it                a tensor of its shape is taken over in the step; None is refused there
 
+What is refused of these on one rank alone the others are told of, also outside of any call of the engine, if it would
+have changed a gradient. A refused question is not told, since it may be asked on one rank, and caught there.
+
 Where nobody says that a backward is over (a ``loss.backward()`` of which the engine saw no output), every parameter
 shows its gradient from the first one on, and the first use of one ends that backward (``expect``).
 """
@@ -27,6 +30,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -156,7 +160,10 @@ def _with_values(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
             return argument
         if name in _LIKE:
             return torch.zeros((), dtype=argument.dtype, device=argument.device).expand(argument.shape)
-        if operation._schema.is_mutable or operation.is_view:
+        if operation._schema.is_mutable:
+            with argument.views.telling(argument.number):
+                argument.views.refuse(argument.number, name)
+        if operation.is_view:
             argument.views.refuse(argument.number, name)
         return argument.views.values(argument.number, name).to(argument.dtype)
 
@@ -189,17 +196,23 @@ class GradientViews:
 
     changed: whether something else than a multiplication has changed them, so that the norm is not known · multiplied:
     whether they were, so that it is another one than was exchanged · digest: of all changes so far, the same on ranks
-    that have made the same ones.
+    that have made the same ones. tell: the other ranks of a change that was refused, and of what.
     """
 
     def __init__(
-        self, layout: Layout, buckets: Sequence[GradientBucket], parameters: Sequence[nn.Parameter], rank: int
+        self,
+        layout: Layout,
+        buckets: Sequence[GradientBucket],
+        parameters: Sequence[nn.Parameter],
+        rank: int,
+        tell: Callable[[BaseException, str], None] = lambda error, what: None,
     ) -> None:
         self.layout = layout
         self.changed = self.multiplied = False
         self.digest = 0
         self._rank = rank
         self._parameters = parameters
+        self._tell = tell
         self._shown: dict[int, ShardedGradient] = {}
         self._made: dict[int, ShardedGradient] = {}
         self._squares: Tensor | None = None
@@ -307,9 +320,19 @@ class GradientViews:
             if current is view or index == but:
                 continue
             if not isinstance(current, Tensor) or isinstance(current, ShardedGradient):
-                self._refuse_none(index)
+                with self.telling(index):
+                    self._refuse_none(index)
             self.change(index, _aten.copy_.default, [current], {})
             self._parameters[index].grad = view
+
+    @contextmanager
+    def telling(self, index: int) -> Iterator[None]:
+        """A change of parameter ``index``'s gradient: the other ranks are told of what is raised inside."""
+        try:
+            yield
+        except Exception as error:
+            self._tell(error, f"a change of {self.layout.parameters[index].name!r}.grad")
+            raise
 
     def exchange_again(self) -> None:
         """After changes: the norms are known again; collective."""
@@ -359,6 +382,10 @@ class GradientViews:
 
     def change(self, index: int, operation: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> None:
         """An in-place operation, element by element: ``operation(gradient, *arguments)`` on what this rank holds."""
+        with self.telling(index):
+            self._change(index, operation, arguments, options)
+
+    def _change(self, index: int, operation: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> None:
         self.require_complete(index)
         name = self.layout.parameters[index].name
         if self._fixed:

@@ -191,7 +191,13 @@ class Reducer:
         self._spill = CopyQueue(self.platform, pool)
         self.way_back = CopyQueue(self.platform, pool)
         self.buckets = [self._new_state(bucket, layout, pool) for bucket in buckets]
-        self.views = GradientViews(layout, self.buckets, parameters, collectives.mesh.rank)
+        self.views = GradientViews(
+            layout,
+            self.buckets,
+            parameters,
+            collectives.mesh.rank,
+            lambda error, what: collectives.failures.report_outside(error, what),
+        )
         self.used: set[int] = set()
         self.touched: frozenset[int] = frozenset()
         self._collectives = collectives
@@ -822,6 +828,16 @@ class Reducer:
     def register(self, hook: WholeGradients) -> None:
         """``hook`` takes the place of the reductions, and of their divisor."""
         self.hook, self.rules = hook, replace(self.rules, divisor=1)
+
+    @property
+    def hook_label(self) -> str:
+        """What a function of the user's is called; "" without one."""
+        return self.hook.label if isinstance(self.hook, WholeGradients) else ""
+
+    def hook_calls(self, wait_s: float) -> int | None:
+        """How often that was called; None where it has failed, or what is under way does not end within ``wait_s``."""
+        alone = self._collectives.mesh.ranks == 1
+        return 0 if alone or not isinstance(self.hook, WholeGradients) else self.hook.calls(wait_s)
 
     def take_over(self, old: Reducer, before: Layout) -> None:
         """What ``old``, of the layout ``before``, knows of its hook: a function of the user's, errors that wait."""

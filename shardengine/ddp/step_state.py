@@ -76,7 +76,8 @@ class StepState:
     quiet: ``engine.reset()`` could not finish the update; no collective is under way, so that it, or a load, may
     follow · summoned: how many ``full_params`` are open · edited: how many ``full_optimizer_state`` that may be written
     to · averaged: whether the weights are their averages now · offloaded: what ``offload_states`` has moved to the
-    host's memory · join: whether ranks may run out of data, and who has · replicas: whether shard groups step apart.
+    host's memory · join: whether ranks may run out of data, and who has · replicas: whether shard groups step apart ·
+    hook_refused: why the function that was registered as communication hook is not called any more.
     """
 
     def __init__(self, window: Window, rank: int = 0, ranks: int = 1, replicas: Replicas | None = None) -> None:
@@ -90,6 +91,7 @@ class StepState:
         self.summoned = self.edited = 0
         self.averaged = False
         self._hook_runs = False
+        self.hook_refused = ""
         self.offloaded: set[str] = set()
         self.join = Join(rank, ranks)
         self.replicas = replicas or Replicas()
@@ -218,6 +220,10 @@ class StepState:
         finally:
             self._hook_runs = False
 
+    def refuse_hook(self, why: str) -> None:
+        """What the communication hook has begun is out of step between the ranks, for good."""
+        self.hook_refused = why
+
     def require(self, call: Call, shown: str = "") -> None:
         """``UsageError`` where ``call``, one of ``NEEDS``, cannot be served now. shown: how it is named there."""
         if self._hook_runs:
@@ -242,6 +248,10 @@ def _reloaded(state: StepState, _call: str) -> str | None:
         f"the engine's {' and '.join(sorted(state.offloaded))} are in host memory since offload_states() "
         f"(rank {state.rank}): expected engine.reload_states() before anything else"
     )
+
+
+def _hook_in_step(state: StepState, _call: str) -> str | None:
+    return state.hook_refused or None
 
 
 def _outside_full_params(state: StepState, call: str) -> str | None:
@@ -443,6 +453,7 @@ NEEDS: dict[Call, tuple[_Need, ...]] = {
     "backward": (_outside_ema, *_NOTHING_STEPPED),
     "another backward": (
         _reloaded,
+        _hook_in_step,
         _outside_ema,
         *_NOTHING_STEPPED,
         _unbroken,
@@ -474,13 +485,13 @@ NEEDS: dict[Call, tuple[_Need, ...]] = {
     "save_checkpoint": (_outside_ema, *_NOTHING_STEPPED, _outside_full_params, _replicas_alike),
     "load_checkpoint": (*_ALONE, _not_stepping_early, _between_steps),
     "load_checkpoint after an interrupted step": _ALONE,
-    "reset()": _ALONE,
+    "reset()": (*_ALONE, _hook_in_step),
     "add_param_group()": (*_AT_REST, _outside_no_sync),
     "unfreezing": (*_AT_REST, _outside_no_sync),
     "optimizer.train() or eval()": (*_AT_REST, _outside_no_sync),
     "engine.ema()": (*_AT_REST, _outside_no_sync, _replicas_alike),
     "average_replicas()": (*_AT_REST, _outside_no_sync),
-    "another setting": _AT_REST,
+    "another setting": (*_AT_REST, _hook_in_step),
     "offload_states": _AT_REST,
     "engine.join()": (*_AT_REST, _outside_no_sync, _never_apart),
     "a call of every rank": (_outside_join,),

@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
-from shardengine.comm import compare, run_on_all_ranks
+from shardengine.comm import run_on_all_ranks
 from shardengine.ddp import comm_hooks
 from shardengine.engine.core import Core
-from shardengine.errors import UsageError
+from shardengine.errors import MismatchError, UsageError
 
 
 def register(core: Core, hook: Any, state: Any) -> None:
     """See ``Engine.register_comm_hook``. ``UsageError`` where it cannot be served."""
     core.schedule.finish_open_backward()
     run_on_all_ranks(core.collectives, "register_comm_hook", lambda: _check(core, hook, state))
-    name = getattr(hook, "__qualname__", type(hook).__qualname__)
-    compare(core.collectives, {"function that engine.register_comm_hook is given": [name]})
+    _compare(core, f"{_name(hook)} with {'no state' if state is None else f'a state of type {_name(type(state))}'}")
     core.reducer.register(comm_hooks.WholeGradients(state, hook))
+
+
+def _compare(core: Core, given: str) -> None:
+    """``MismatchError`` on every rank where they are not given the same function, or another kind of state."""
+    said = core.collectives.exchange_objects(given, "register_comm_hook is given the same everywhere")
+    ranks = {text: [rank for rank, other in enumerate(said) if other == text] for text in dict.fromkeys(said)}
+    if len(ranks) > 1:
+        got = ", ".join(f"{text} on ranks {those}" for text, those in ranks.items())
+        raise MismatchError(
+            f"engine.register_comm_hook: expected the same function and the same kind of state on every rank, got "
+            f"{got} (this is rank {core.mesh.rank})"
+        )
+
+
+def _name(given: Any) -> str:
+    while isinstance(given, functools.partial):
+        given = given.func
+    named = given if hasattr(given, "__qualname__") else type(given)
+    return f"{named.__module__}.{named.__qualname__}".removeprefix("builtins.")
 
 
 def _check(core: Core, hook: Any, state: Any) -> None:

@@ -516,7 +516,8 @@ class Engine(Inspection):
         """After a failure: every rank returns to the last completed step, over new process groups; collective.
 
         The window is dropped, unless some rank had begun to update weights: then all ranks finish that step (see
-        ``global_steps``). UsageError where a rank stopped inside of an update: load a checkpoint. CommunicationError
+        ``global_steps``). UsageError where a rank stopped inside of an update: load a checkpoint; or where what a
+        registered communication hook has begun itself may be out of step: start the ranks again. CommunicationError
         names the ranks that do not call it within ``timeout_s``. A Mesh of the caller's is no longer used afterwards.
         """
         core, optimizer = self._need_core(), self.optimizer
@@ -528,6 +529,7 @@ class Engine(Inspection):
         found.check()
         self.zero_grad()
         recovery.compare_options(core, optimizer)
+        found.check_hook()
 
     @reports_failure("average_replicas")
     def average_replicas(self) -> None:

@@ -13,6 +13,11 @@ A rank that was interrupted inside of a bucket's kernels can do neither, nor one
 update is lost on every rank, and a checkpoint must be loaded before anything goes on. What is in flight on the old
 groups is abandoned together with the memory that it writes into; the schedule's predictions and the order of launches
 are forgotten, since they may differ between ranks.
+
+[Note: A hook out of step] What a communication hook of the user's has begun itself lies on groups that are not the
+engine's, where it may meet what ranks begin later. So training cannot go on where it failed on a rank, where something
+of it does not end, or where ranks have called it different numbers of times (ddp/comm_hooks: [Note: What a hook has
+begun]). The engine itself is brought back all the same, so that it can be saved.
 """
 
 from __future__ import annotations
@@ -29,7 +34,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import nn
 
-from shardengine.comm import Collectives, Failures, Presence, compare, describe, meeting, run_on_all_ranks
+from shardengine.comm import HOOK, Collectives, Failures, Presence, compare, describe, meeting, run_on_all_ranks
+from shardengine.ddp import comm_hooks
 from shardengine.engine.core import Core
 from shardengine.engine.inspection import Inspection
 from shardengine.errors import CommunicationError, UsageError
@@ -37,6 +43,8 @@ from shardengine.optim import ShardedOptimizer
 from shardengine.other_engines import explain_arguments
 
 _log = logging.getLogger(__name__)
+_HOOK_ENDS_S = 3.0
+"""What a hook has begun on every rank ends within that."""
 _E = TypeVar("_E", bound=Inspection)
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -67,12 +75,15 @@ def reports_failure(
 
 
 def _raised_in(error: BaseException, core: Core, model: nn.Module) -> str:
-    """The unit that was needed last, and the innermost module in whose forward (or recomputation) ``error`` was raised.
+    """The unit that was needed last, and the innermost module in whose forward (or recomputation) ``error`` was raised;
+    or that it was in a communication hook of the user's.
 
     Autograd does not say whose backward it runs: there, and in the step, only the unit is known.
     """
     names = {id(module): name for name, module in model.named_modules() if name}
-    callers = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
+    callers = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if any(isinstance(caller, comm_hooks.WholeGradients) for caller in callers):
+        return f"{HOOK} {core.reducer.hook_label}"
     inside = [names[id(caller)] for caller in callers if id(caller) in names]
     return f"unit {core.schedule.last_requested.name!r}" + (f", module {inside[-1]!r}" if inside else "")
 
@@ -177,15 +188,22 @@ def _let_go(failures: Failures) -> None:
 
 @dataclass(frozen=True)
 class Return:
-    """What ``reset`` found. finished: this rank has now finished an update that it had not · problem: why it cannot."""
+    """What ``reset`` found. finished: this rank has now finished an update that it had not · problem: why it cannot ·
+    hook: why the communication hook cannot be called any more."""
 
     finished: bool
     problem: str = ""
+    hook: str = ""
 
     def check(self) -> None:
-        """``UsageError`` where training cannot go on from here."""
+        """``UsageError`` where a step was lost."""
         if self.problem:
             raise UsageError(self.problem)
+
+    def check_hook(self) -> None:
+        """``UsageError`` where training cannot go on with the hook."""
+        if self.hook:
+            raise UsageError(self.hook)
 
 
 def reset(core: Core, optimizer: ShardedOptimizer | None, steps: int) -> Return:
@@ -211,6 +229,9 @@ def reset(core: Core, optimizer: ShardedOptimizer | None, steps: int) -> Return:
             "cannot finish it (stopped inside of an update, or before they knew the norm). Call "
             "engine.load_checkpoint() on every rank"
         )
+    hook = _hook_out_of_step([place["hook"] for place in places], core)
+    if hook:
+        core.step_state.refuse_hook(hook)
     finished = rolls and not stuck and core.mesh.rank in behind
     core.schedule.recover()
     in_flight = core.stage.publishes_after_step and (rolls or core.deferred_gather is not None)
@@ -234,7 +255,23 @@ def reset(core: Core, optimizer: ShardedOptimizer | None, steps: int) -> Return:
     if in_flight and not stuck:
         core.publish(state.bucket for state in core.reducer.buckets)
         core.await_weights()
-    return Return(finished, problem)
+    return Return(finished, problem, hook)
+
+
+def _hook_out_of_step(calls: list[int | None], core: Core) -> str:
+    """[Note: A hook out of step]. calls: of each rank; the sentence is the same on all."""
+    failed = [rank for rank, count in enumerate(calls) if count is None]
+    if not failed and len(set(calls)) == 1:
+        return ""
+    why = f"it has failed, or did not end, on ranks {failed}"
+    if not failed:
+        why = f"ranks have called it {calls} times"
+    label = core.reducer.hook_label
+    return (
+        f"engine.reset() has no way back to training with the communication hook {label}: {why}, so that its own "
+        "collectives may be out of step between the ranks, and end a process later. Expected the ranks to be started "
+        "again; the engine is at its last completed step, which engine.save_checkpoint() can still save"
+    )
 
 
 def compare_options(core: Core, optimizer: ShardedOptimizer | None) -> None:
@@ -281,5 +318,6 @@ def _finish(core: Core, optimizer: ShardedOptimizer, step: int, behind: list[int
 
 
 def _place(core: Core, optimizer: ShardedOptimizer | None, steps: int) -> dict[str, Any]:
-    state = core.step_state
-    return {"steps": steps, "begun": state.has_begun, "ready": optimizer is not None and state.can_be_finished}
+    state, ready = core.step_state, optimizer is not None and core.step_state.can_be_finished
+    hook = core.reducer.hook_calls(_HOOK_ENDS_S)
+    return {"steps": steps, "begun": state.has_begun, "ready": ready, "hook": hook}

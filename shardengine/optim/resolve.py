@@ -46,6 +46,7 @@ def arithmetic_of(
         return _muon_of(optimizer, name, kept_in, seed, splits=splits)
     if (by_rows := adafactor.kind_of(type(optimizer))) is not None:
         return _adafactor_of(optimizer, by_rows, kept_in, splits=splits), ""
+    _refuse_sparse(optimizer, name)
     if kind is None and (found := foreign.recognise(optimizer)) is not None:
         kind, own, notice = found
         kept_in = own if kept_in == "fp32" else kept_in
@@ -75,6 +76,15 @@ def arithmetic_of(
     for number, group in enumerate(optimizer.param_groups):
         made.action(group, number, 1, None)  # an option that is none is said now
     return made, notice
+
+
+def _refuse_sparse(optimizer: torch.optim.Optimizer, name: str) -> None:
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise UsageError(
+            f"optimizer {name} steps sparse gradients alone: expected torch.optim.Adam or AdamW, since sparse "
+            "gradients travel sparse and are stepped dense; rows that no rank has used are then stepped, too, by "
+            "momentum and weight decay"
+        )
 
 
 def _muon_of(

@@ -125,7 +125,9 @@ def third_step(folder: str, model: str, kind: str, config: dict[str, Any]) -> di
 
 
 @functools.lru_cache(maxsize=16)
-def truth(model: str, kind: str, low: bool, before: tuple[int, int, str], after: tuple[int, int, str]) -> oracle.Trace:
+def truth(
+    model: str, kind: str, low: bool, before: tuple[int, int, str], after: tuple[int, int, str], **hook: Any
+) -> oracle.Trace:
     """Two steps as ``before`` (ranks, micro-batches, stage), a third one as ``after``."""
     network = cases.MODELS[model]()
     groups, trace = cases.groups_of(network, kind), None
@@ -133,7 +135,7 @@ def truth(model: str, kind: str, low: bool, before: tuple[int, int, str], after:
         trace = oracle.train(
             network, cases.loss_of, ranks=ranks, micros=micros, steps=last, kind=kind, groups=groups,
             order=cases.LETTER[stage] if micros > 1 else "full", clip=cases.CLIP,
-            low=torch.bfloat16 if low else None, earlier=trace,
+            low=torch.bfloat16 if low else None, earlier=trace, **hook,
         )  # fmt: skip
     assert trace is not None
     return trace
@@ -163,5 +165,33 @@ def test_at_other_ranks_the_next_step_equals_the_oracle(
         assert result["losses"] == expected.losses[2][rank] and result["norm"] == expected.norms[2]
         batch = before[0] * before[1]
         assert result["counters"] == (3, 3 * batch, 2 * before[1] + after[1])
+    assert_same(results[0]["weights"], expected.shown)
+    assert_same(cases.assemble([result["state"] for result in results]), expected_state(expected))
+
+
+LOW_RANK: dict[str, Any] = {"rank": 2, "start_step": 0, "min_compression_rate": 1.5}
+
+
+@pytest.mark.parametrize(
+    ("hook", "before", "after"),
+    [
+        ("int4", (3, 1, "2"), (2, 2, "0")),
+        ("int4", (2, 1, "0"), (3, 1, "3")),
+        ("int8", (4, 1, "3"), (2, 2, "2")),
+        ("power_sgd", (3, 1, "1"), (2, 1, "2")),
+        ("power_sgd", (2, 1, "2"), (4, 1, "0")),
+    ],
+)
+def test_at_other_ranks_the_errors_of_messages_go_on_in_all(
+    pools: Pools, tmp_path: Path, hook: str, before: tuple[int, int, str], after: tuple[int, int, str]
+) -> None:
+    chosen = {"name": hook, "params": LOW_RANK if hook == "power_sgd" else {}}
+    configs = [cases.config_of(stage, micros, comm_hook=chosen) for _, micros, stage in (before, after)]
+    pools(before[0]).run(two_steps, str(tmp_path), "mlp", "AdamW", configs[0])
+    results = pools(after[0]).run(third_step, str(tmp_path), "mlp", "AdamW", configs[1])
+    told = {"low_rank": (2, 0, True, True, 1.5, False, 42)} if hook == "power_sgd" else {"coding": (hook, True)}
+    expected = truth("mlp", "AdamW", False, before, after, **told)
+    for rank, result in enumerate(results):
+        assert result["losses"] == expected.losses[2][rank] and result["norm"] == expected.norms[2]
     assert_same(results[0]["weights"], expected.shown)
     assert_same(cases.assemble([result["state"] for result in results]), expected_state(expected))

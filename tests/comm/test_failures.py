@@ -20,6 +20,7 @@ from shardengine.comm.positions import Presence, Waiting
 from shardengine.comm.rendezvous import LAUNCHED
 from shardengine.comm.watchdog import Watchdog
 from shardengine.errors import CommunicationError, MismatchError
+from tests.support import HANG_S
 
 
 class Boom(ArithmeticError):
@@ -101,6 +102,25 @@ def test_a_report_that_stands_ends_the_wait_of_another_rank(monkeypatch: pytest.
     raises_in(two, "step 1")
     with pytest.raises(CommunicationError, match=r"rank 1 raised: Boom: loud \(in step 1, unit 'block'\).*a gather"):
         look_twice(one)
+
+
+def test_what_is_raised_outside_of_calls_is_reported_once_and_not_counted_where_all_raise_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (one, two), _ = failures_of_ranks(monkeypatch)
+    for each in (one, two):
+        each.set_progress(1, 1)
+        each.report_outside(Boom("loud"), "a change of 'w'.grad")
+    look_twice(one)
+    two.set_progress(1, 2)
+    two.report_outside(Boom("louder"), "a change of 'w'.grad")
+    told = r"rank 1 raised: Boom: louder \(in a change of 'w'.grad after micro-batch 2 of step 2\).*a gather"
+    with pytest.raises(CommunicationError, match=told):
+        look_twice(one)
+    with pytest.raises(Boom), two.reports_failure("step 2", lambda error: "unit 'block'"):
+        two.report_outside(error := Boom("loudest"), "a change of 'w'.grad")
+        raise error
+    assert one.reports()[1].text == "Boom: loudest (in step 2, unit 'block')"
 
 
 def test_a_report_that_is_taken_back_or_has_not_stood_long_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,6 +308,31 @@ def test_only_a_rank_that_hosts_the_store_is_taken_for_its_host(
             assert mesh.store_host() is None
     shared["store"] = PrefixStore("outer", FileStore(str(tmp_path / "store"), 1))
     assert mesh.store_host() is None
+
+
+@pytest.mark.parametrize("presence", [Presence.CLOSING, Presence.LEFT, Presence.ENDED])
+def test_a_meeting_ends_as_soon_as_a_rank_has_left(monkeypatch: pytest.MonkeyPatch, presence: Presence) -> None:
+    (one, two), _ = failures_of_ranks(monkeypatch, timeout_s=HANG_S)
+    two.issued.update(reduce=1)
+    two.set_progress(3, 0)
+    one.issued.update(reduce=1)
+    said: list[str] = []
+
+    def meet() -> None:
+        with pytest.raises(CommunicationError) as raised:
+            meeting.meet(one, "engine.reset()")
+        said.append(str(raised.value))
+
+    waits = threading.Thread(target=meet)
+    waits.start()
+    while not two.board.read("here"):
+        time.sleep(0.01)
+    two.leave("has closed its engine", presence)
+    waits.join(HANG_S / 4)
+    text = said[0]
+    assert text.startswith("engine.reset() on rank 0: expected every rank to call it, but rank 1 has closed its engine")
+    assert "after step 3" in text and text.endswith("Start the ranks again")
+    assert not two.board.read("here"), "so that nobody takes it for one who waits"
 
 
 def test_meeting_waits_for_every_rank_and_names_those_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:

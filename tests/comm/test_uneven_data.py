@@ -45,6 +45,9 @@ SAME = (
 )
 
 
+BATCHES = "Where ranks come there after different numbers of batches, give every rank the same number, or train inside"
+
+
 @contextmanager
 def listening_closely() -> Iterator[None]:
     """Shorter times, so that many cases can be tried."""
@@ -158,10 +161,36 @@ def test_ranks_in_different_calls_hear_of_both(pools: Pools, stage: str, after: 
     where = "forward" if stage in ("3", "3k") else "backward"
     for said in results:
         assert "timed out" not in said.lower() and "did not end within" not in said, said
-        assert "ranks wait for each other: " in said and SAME in said, said
+        assert "ranks wait for each other: " in said and SAME not in said, said
+        assert f"the same calls on every rank, in the same order: {call} on all of them, or on none. {BATCHES}" in said
         assert f"rank 0 stands in {call} of step {STEPS + 1}" in said, said
         assert f"rank 1 stands in {where} of step {STEPS + 1}, micro-batch 1" in said, said
     assert any(said.startswith("MismatchError: ") for said in results), results
+
+
+def save_on_rank_0(stage: str, other: str, folder: str) -> str:
+    """Rank 1 goes on to ``other``."""
+    with listening_closely():
+        engine = make_engine(stage, TIMEOUT_S)
+        train(engine, 0, 1)
+        calls = {**AFTER, "evaluation": lambda engine, _: evaluate(engine)}
+        said = said_by(lambda: calls["save" if engine.rank == 0 else other](engine, folder))
+        said_by(engine.close)
+        return said
+
+
+@pytest.mark.parametrize(("stage", "other"), [("1", "close"), ("3", "evaluation")])
+def test_where_no_rank_trains_nothing_is_said_of_batches(pools: Pools, stage: str, other: str, tmp_path: Path) -> None:
+    zero, one = pools(2).run(save_on_rank_0, stage, other, str(tmp_path / "out"))
+    assert "batches on every rank, or train inside" not in zero and BATCHES not in zero, zero
+    if other == "close":
+        assert one == "nothing"
+        assert zero.endswith("Call save_checkpoint on every rank, before one of them leaves, or on none"), zero
+        return
+    for said in (zero, one):
+        assert "in the same order: save_checkpoint on all of them, or on none. At stage 3 a forward gathers" in said, (
+            said
+        )
 
 
 def one_evaluation_more(stage: str) -> str:
@@ -250,7 +279,8 @@ def test_initialize_on_one_rank_while_another_trains(pools: Pools, stage: str) -
     assert zero.startswith("MismatchError: ranks wait for each other: rank 0 stands in initialize (the meeting of"), (
         zero
     )
-    assert f"rank 1 stands in {call} of step 2, micro-batch 1 " in zero and zero.endswith(SAME), zero
+    assert f"rank 1 stands in {call} of step 2, micro-batch 1 " in zero, zero
+    assert f"in the same order: initialize on all of them, or on none. {BATCHES}" in zero, zero
     assert "rank 0 stands in initialize" in one or "rank 0 gave up: ranks wait for each other" in one, one
     zero, one = pools(2).run(begin_anew, stage, False)
     assert zero == (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Callable
 from concurrent import futures
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from shardengine.errors import UsageError
-from tests.engine.test_recovery import make_engine
+from shardengine.errors import CommunicationError, UsageError
+from tests.engine.test_recovery import listening_closely, make_engine, raise_in
 from tests.support import cases
 from tests.support.ranks import RankFailure, RankPool
+from tests.support.special_models import Boom
 
 GROUP_TIMEOUT_S = 1800.0
 """Of the group in which such a hook's own collectives are: nobody may wait for so long."""
@@ -101,6 +103,70 @@ def test_a_rank_that_is_killed_in_a_hook_is_named(tmp_path: Path) -> None:
     said = json.loads((tmp_path / "said").read_text())
     assert said.startswith("CommunicationError: communication hook number 3 on rank 0 for bucket"), said
     assert "Missing: rank 1 says nothing" in said, said
+
+
+def reset_after(how: str, stage: str, folder: str) -> list[str]:
+    """What a rank says of the failure, of engine.reset(), of what it may do then; steps in the end."""
+    engine = make_engine(stage, 20)
+    group, calls, said = dist.new_group(), [0], list[str]()
+
+    def hook(state: Any, bucket: Any) -> Any:
+        calls[0] += 1
+        fails = calls[0] == 3 and engine.rank == 1
+        if fails and how == "before":
+            raise ValueError("no more codebook")
+        begun: Any = dist.all_reduce(bucket.buffer(), async_op=True)
+        if fails and how == "after":
+            raise ValueError("no more codebook")
+        return begun.get_future().then(lambda future: future.value()[0] / dist.get_world_size())
+
+    engine.register_comm_hook(None, hook)
+    tries: list[Callable[[], Any]] = [
+        engine.reset,
+        engine.reset,
+        lambda: engine.save_checkpoint(folder),
+        lambda: engine.register_comm_hook(None, hook),
+        lambda: cases.run_micro_batch(engine, cases.loss_of, 0, 0),
+    ]
+    with listening_closely():
+        if how in ("forward", "before the update") and engine.rank == 1:
+            raise_in(engine, how)
+        with pytest.raises((ValueError, CommunicationError, Boom)) as raised:
+            for step in range(3):
+                cases.run_micro_batch(engine, cases.loss_of, step, 0)
+        said.append(str(raised.value))
+        for attempt in tries:
+            try:
+                said.append(f"fine: {attempt()}")
+            except UsageError as error:
+                said.append(str(error))
+            dist.barrier(group)
+    return [*said, str(engine.global_steps)]
+
+
+@pytest.mark.parametrize("how", ["before", "after", "forward"])
+def test_reset_refuses_where_what_a_hook_has_begun_may_be_out_of_step(how: str, tmp_path: Path) -> None:
+    pool = RankPool(2)
+    ranks = pool.run(reset_after, how, "1", str(tmp_path))
+    pool.stop(force=True)
+    why = f"it has failed, or did not end, on ranks {[0] if how == 'forward' else [0, 1]}"
+    for _, refused, again, saved, registered, trained, steps in ranks:
+        assert f"the communication hook hook: {why}" in refused and "Expected the ranks to be started again" in refused
+        assert ranks[0][1] == refused == again == registered == trained
+        assert saved.startswith("fine: "), saved
+        assert steps == "0"
+    waits = ranks[0][0]
+    assert how == "forward" or "start the ranks again: what a hook has begun itself" in waits, waits
+
+
+@pytest.mark.parametrize(("how", "stage", "steps"), [("forward", "3", "1"), ("before the update", "1", "2")])
+def test_reset_trains_on_where_ranks_have_called_the_hook_as_often(
+    how: str, stage: str, steps: str, tmp_path: Path
+) -> None:
+    pool = RankPool(2)
+    for said in pool.run(reset_after, how, stage, str(tmp_path)):
+        assert all(each.startswith("fine: ") for each in said[1:-1]) and said[-1] == steps, said
+    pool.stop(force=True)
 
 
 def answers(what: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import shardengine
 from shardengine.comm.flight_recorder import Purpose
@@ -118,6 +119,53 @@ def test_a_second_failure_at_the_same_place_is_told(pools: Pools) -> None:
         first, second, seconds = result["said"]
         assert first == "Boom: on purpose" and float(seconds) < SOON_S
         assert ("CommunicationError: rank 1 raised: Boom: on purpose (in forward of step 2" in second) == (rank == 0)
+
+
+# Outside of any call of the engine
+
+
+def exponential(engine: Any) -> None:
+    engine.module.get_parameter("inp.weight").grad.exp_()
+
+
+def of_another_shape(engine: Any) -> None:
+    engine.module.get_parameter("inp.weight").grad.add_(torch.ones(3, 5, 7))
+
+
+def forgotten(engine: Any) -> None:
+    loss = cases.loss_of(engine.module, 1, engine.rank, 0)
+    engine.module.get_parameter("inp.weight").grad = None
+    loss.backward()
+
+
+def refused_on_one_rank(stage: str, change: Callable[[Any], None]) -> list[str]:
+    engine = make_engine(stage, 30)
+    group, said = dist.new_group(), ""
+    with listening_closely():
+        cases.run_micro_batch(engine, cases.loss_of, 0, 0)
+        engine.backward(cases.loss_of(engine, 1, engine.rank, 0))
+        if engine.rank:
+            with pytest.raises((UsageError, RuntimeError)):
+                change(engine)
+        if engine.rank == 0:
+            try:
+                engine.step()
+            except CommunicationError as error:
+                said = str(error)
+        dist.barrier(group)
+        engine.reset()
+        cases.run_micro_batch(engine, cases.loss_of, 1, 0)
+        steps = engine.global_steps
+        engine.close()
+    return [said, str(steps)]
+
+
+@pytest.mark.parametrize("change", [exponential, of_another_shape, forgotten])
+def test_a_refused_change_of_a_gradient_is_told_to_the_others(pools: Pools, change: Callable[[Any], None]) -> None:
+    (told, steps), (_, same) = pools(2).run(refused_on_one_rank, "1", change)
+    assert told.startswith("rank 1 raised: ") and "(in a change of 'inp.weight'.grad after " in told, told
+    assert "engine.reset() on every rank" in told
+    assert steps == same == "3", "rank 0 had begun the second"
 
 
 # Collective calls besides forward, backward and step

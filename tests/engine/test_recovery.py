@@ -23,7 +23,7 @@ from shardengine import kernels
 from shardengine.comm import mesh as mesh_module
 from shardengine.comm import watchdog, work
 from shardengine.errors import CommunicationError, MismatchError, UsageError
-from tests.support import cases
+from tests.support import HANG_S, cases
 from tests.support.comparing import assert_equal_to_truth
 from tests.support.ranks import RankPool
 from tests.support.special_models import Boom, Explode
@@ -343,6 +343,29 @@ def differ_in_options() -> str:
 def test_reset_finds_optimizer_options_that_differ(pools: Pools) -> None:
     for text in pools(2).run(differ_in_options):
         assert "optimizer options after reset() differs" in text and "1.25" in text
+
+
+def reset_or_close(stage: str) -> str:
+    engine = make_engine(stage, HANG_S)
+    cases.run_micro_batch(engine, cases.loss_of, 0, 0)
+    with pytest.raises(CommunicationError) as raised:
+        if engine.rank:
+            engine.close()
+            raise CommunicationError("closed")
+        engine.reset()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("stage", ["1", "3"])
+def test_reset_ends_at_once_where_another_rank_has_closed_its_engine(stage: str) -> None:
+    pool = RankPool(2)
+    began = time.monotonic()
+    said, _ = pool.run(reset_or_close, stage)
+    pool.stop(force=True)
+    assert said.startswith(
+        "engine.reset() on rank 0: expected every rank to call it, but rank 1 has closed its engine after step 1"
+    )
+    assert time.monotonic() - began < HANG_S / 4
 
 
 def reset_twice(stage: str) -> dict[str, Any]:

@@ -193,7 +193,7 @@ REFUSED = {
     Low: "its state is called 'low'",
     Lookahead: "holds another optimizer in its attribute 'inner'",
     Muon: "it looks at whole matrices",
-    torch.optim.SparseAdam: "does not support dense gradients",
+    torch.optim.SparseAdam: "Adam or AdamW, since sparse gradients travel sparse and are stepped dense",
     torch.optim.LBFGS: "it evaluates the loss several times per step",
 }
 

@@ -3,6 +3,7 @@ what is lost."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 import shardengine
 from shardengine.ddp.comm_hooks import Messages, by_name, error_feedback
 from shardengine.ddp.comm_hooks import hook as hook_module
-from shardengine.errors import UsageError
+from shardengine.errors import MismatchError, UsageError
 from tests.support import cases
 from tests.support.comparing import assert_equal_to_truth
 from tests.support.ranks import RankPool
@@ -293,6 +294,59 @@ REFUSED = {
 }
 
 
+class Calls:
+    def mean_in_tree(self, state: Any, bucket: Any) -> Any:
+        return bucket.buffer()
+
+    def __call__(self, state: Any, bucket: Any) -> Any:
+        return bucket.buffer()
+
+
+GIVEN: dict[str, tuple[Any, Any]] = {
+    "function": (None, mean_in_tree),
+    "method": (None, Calls().mean_in_tree),
+    "object": (None, Calls()),
+    "another": (None, default_hooks.allreduce_hook),
+    "state": ([], mean_in_tree),
+    "another state": ({}, mean_in_tree),
+    "partial": (None, functools.partial(mean_in_tree)),
+}
+HERE = "tests.parity.test_comm_hooks"
+DIFFER = {
+    ("function", "method"): f"{HERE}.mean_in_tree with no state on ranks [0, 2], {HERE}.Calls.mean_in_tree with",
+    (
+        "function",
+        "object",
+    ): f"{HERE}.Calls with no state on ranks [1]",
+    (
+        "function",
+        "another",
+    ): "ddp_comm_hooks.default_hooks.allreduce_hook with no state on ranks [1]",
+    ("function", "state"): f"{HERE}.mean_in_tree with a state of type list on ranks [1]",
+    ("state", "another state"): "with a state of type list on ranks [0, 2], ",
+    ("function", "partial"): "",
+}
+
+
+def registered(most: str, one: str) -> str:
+    engine = cases.make_engine(cases.make_mlp(), cases.config_of("1"))
+    try:
+        engine.register_comm_hook(*GIVEN[one if engine.rank == 1 else most])
+    except MismatchError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return ""
+
+
+@pytest.mark.parametrize(("most", "one"), DIFFER)
+def test_ranks_that_are_given_different_hooks_are_told_which_is_where(pools: Pools, most: str, one: str) -> None:
+    for rank, said in enumerate(pools(3).run(registered, most, one)):
+        assert DIFFER[most, one] in said, said
+        assert bool(said) == bool(DIFFER[most, one])
+        assert not said or said.endswith(f"(this is rank {rank})")
+
+
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_is_refused(pools: Pools, what: str) -> None:
     for text in pools(4 if what == "hybrid" else 2).run(refused, what):
@@ -335,20 +389,6 @@ def test_errors_are_saved_without_the_loss_scale(pools: Pools, tmp_path: Path) -
     truth = cases.truth("mlp", "AdamW", 2, 2, "sharded", 2 * STEPS, coding=("int4", True), **told)
     assert_equal_to_truth(results, truth, "2")
     assert len(set(results[0]["scales"])) > 1
-
-
-def on_fewer_ranks(folder: str) -> list[float]:
-    engine = cases.make_engine(cases.make_mlp(), cases.config_of("3", 2, comm_hook={"name": "int4"}))
-    engine.load_checkpoint(folder)
-    losses = [cases.run_micro_batch(engine, cases.loss_of, STEPS, micro) for micro in range(2)]
-    engine.close()
-    return losses
-
-
-def test_another_number_of_ranks_begins_without_errors(pools: Pools, tmp_path: Path) -> None:
-    pools(3).run(resumed, "2", str(tmp_path))
-    for losses in pools(2).run(on_fewer_ranks, str(tmp_path)):
-        assert all(loss == loss and loss < 10 for loss in losses)
 
 
 def whole_errors(engine: Any) -> dict[str, torch.Tensor]:

@@ -434,7 +434,7 @@ NOT_AN_ORDER: dict[tuple[str, str, str], str] = {
         "FutureWork.wait",
         "self._is_there.wait(None if timeout is None else timeout.total_seconds())",
     ): "the host's wait for what the user's function has begun; the value's own wait is in its result",
-    ("ddp/comm_hooks/whole_gradients.py", "WholeGradients.result", "future.wait()"): "the value of the user's future",
+    ("ddp/comm_hooks/whole_gradients.py", "WholeGradients._result", "future.wait()"): "the value of the user's future",
     ("ddp/reducer.py", "Reducer._reduce_by", "hook.result(future, full)"): "no wait: the value, which exists by then",
     ("engine/replicas.py", "average", "optimizer.await_reader()"): PASSES_ON,
     ("engine/rebuild.py", "recut", "optimizer.await_reader()"): "a thread that saves; tests/parity/test_recut.py",

@@ -2,12 +2,18 @@
 that of all ranks.
 
 Must not know: where the result rests.
+
+[Note: What a hook has begun] A hook's own collectives are matched by their order, and nobody here knows them. They are
+in step where every rank has made as many calls of the hook, and all of these have ended well. Where one has raised, it
+is not known what it had begun before. A step that all ranks have completed shows that they were in step by then.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -64,6 +70,8 @@ class WholeGradients(CommHook):
 
     def __init__(self, state: Any, function: Callable[[Any, Any], Any]) -> None:
         self._state, self._function = state, function
+        self._step, self._calls, self._failed = 0, 0, False
+        self._under_way: list[torch.futures.Future[Any]] = []
 
     @property
     def makes_messages(self) -> bool:
@@ -74,9 +82,42 @@ class WholeGradients(CommHook):
         """Not known, and not counted."""
         return 0
 
+    def begin_step(self, number: int) -> None:
+        """See [Note: What a hook has begun]."""
+        if number > self._step:
+            self._step, self._failed = number, False
+            self._under_way.clear()
+
+    def start_again(self) -> None:
+        """What is under way is not waited for any more."""
+        self._under_way.clear()
+
+    def calls(self, wait_s: float) -> int | None:
+        """How many there were ([Note: What a hook has begun]); None where not all have ended well, or do in time."""
+        deadline = time.monotonic() + wait_s
+        for future in self._under_way:
+            while not future.done() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            self._failed |= not future.done() or FutureWork(future).error is not None
+        return None if self._failed else self._calls
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._failed = True
+            raise
+
     def begin(self, bucket: GradBucket) -> torch.futures.Future[Any]:
         """Call it."""
-        given = self._function(self._state, bucket)
+        self._calls += 1
+        with self._noting():
+            future = self._future_of(self._function(self._state, bucket))
+        self._under_way.append(future)
+        return future
+
+    def _future_of(self, given: Any) -> torch.futures.Future[Any]:
         if isinstance(given, Tensor):
             ready: torch.futures.Future[Any] = torch.futures.Future()
             ready.set_result(given)
@@ -84,21 +125,29 @@ class WholeGradients(CommHook):
         if not (hasattr(given, "add_done_callback") and hasattr(given, "wait")):
             cure = " (of a collective that is under way: .get_future())" if hasattr(given, "get_future") else ""
             raise UsageError(
-                f"the communication hook {self._label} returned {type(given).__name__}: expected a tensor, or a future "
+                f"the communication hook {self.label} returned {type(given).__name__}: expected a tensor, or a future "
                 f"of one{cure}"
             )
-        return given
+        future: torch.futures.Future[Any] = given
+        return future
 
     def require_whole(self, full: Tensor, elements: int) -> None:
         """``UsageError`` where the hook has resized the buffer that it was given."""
         if full.numel() != elements:
+            self._failed = True
             raise UsageError(
-                f"the communication hook {self._label} has resized the bucket's buffer to {full.numel()} elements: "
+                f"the communication hook {self.label} has resized the bucket's buffer to {full.numel()} elements: "
                 f"expected it to keep its {elements}, and to return another tensor"
             )
 
     def result(self, future: torch.futures.Future[Any], like: Tensor) -> Tensor:
         """What ``begin`` has led to: as long as ``like``, flat."""
+        with self._noting():
+            given = self._result(future, like)
+        self._under_way.remove(future)
+        return given
+
+    def _result(self, future: torch.futures.Future[Any], like: Tensor) -> Tensor:
         given = future.wait()
         if isinstance(given, (list, tuple)) and len(given) == 1:
             given = given[0]
@@ -108,13 +157,14 @@ class WholeGradients(CommHook):
             if isinstance(given, Tensor):
                 came = f"{given.numel()} elements of {given.dtype} on {given.device}"
             raise UsageError(
-                f"the communication hook {self._label} gave {came}: expected a tensor of the bucket's {like.numel()}, "
+                f"the communication hook {self.label} gave {came}: expected a tensor of the bucket's {like.numel()}, "
                 f"of a floating dtype on {like.device}"
             )
         return given.detach().reshape(-1)
 
     @property
-    def _label(self) -> str:
+    def label(self) -> str:
+        """What the function is called."""
         return getattr(self._function, "__name__", type(self._function).__name__)
 
 
