@@ -10,6 +10,7 @@ the planned device is a GPU, that: its tensors are those of a CPU, with a platfo
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -174,6 +175,7 @@ def dry_run(
     began = time.perf_counter()
     wire, ledger = SilentWire(place.ranks), Ledger(grain=place.grain or (CUDA_GRAIN if place.apart else 1))
     with ExitStack() as last:
+        last.enter_context(_without_collections())
         mode = last.enter_context(without_values(on_gpu=place.apart))
         last.enter_context(ledger)
         ledger.begin(INITIALIZE)
@@ -226,6 +228,19 @@ def _train(
 def _name_kept(ledger: Ledger, engine: Engine) -> None:
     for what, tier, tensor in engine._core.kept():
         ledger.name(tensor, what if tier == "device" or not engine._core.mesh.platform.is_apart else _HOST_SIDE + what)
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Inside, what lies in cycles stays, as it may in training between two collections: the same plan each time."""
+    collects = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 @contextmanager
