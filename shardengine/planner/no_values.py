@@ -90,7 +90,8 @@ def _device(kwargs: Mapping[str, Any], otherwise: str) -> torch.device:
 
 
 def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size()
+    """Another one for each byte of each storage, as large as that may be."""
+    return (tensor.untyped_storage()._cdata << 64) + tensor.storage_offset() * tensor.element_size()
 
 
 class KeptOnGpu(TorchFunctionMode):
