@@ -41,6 +41,18 @@ def example(model: nn.Module, samples: int, length: int | None) -> dict[str, Ten
     return batch
 
 
+def on_host(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """``batch`` with zeros in the place of tensors of a device; ``UsageError`` for what is no mapping."""
+    if not isinstance(batch, Mapping):
+        raise UsageError(
+            f"plan: expected batch= to be a mapping of what forward takes, by name, got {type(batch).__name__}"
+        )
+    return {
+        name: torch.zeros(each.shape, dtype=each.dtype) if isinstance(each, Tensor) and not each.is_cpu else each
+        for name, each in batch.items()
+    }
+
+
 def _longest(config: Any) -> int:
     """Tokens for which a model with learned positions has some."""
     for name in ("n_positions", "max_position_embeddings"):

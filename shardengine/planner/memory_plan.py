@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardengine.config import Config, load_config
+from shardengine.engine import Engine
 from shardengine.errors import UsageError
 from shardengine.planner import batches
 from shardengine.planner.dry_engine import FORWARD, INITIALIZE, STATES, STEP, DryRun, Place, bytes_by_kind, dry_run
@@ -132,16 +133,32 @@ def plan(
     resolved = load_config(config).resolve_batch(where.ranks)
     samples = resolved.train_micro_batch_size_per_gpu or 1
     place = Place(where.ranks, where.ranks // 2, apart=where.is_gpu, device_bytes=where.usable_bytes)
-    made: list[Mapping[str, Any]] = [] if batch is None else [batch]
+    made: list[Mapping[str, Any]] = [] if batch is None else [batches.on_host(batch)]
+    options.pop("lr_scheduler", None)  # it takes no memory, and knows an optimizer that is not the copy
 
     def make(mode: NoValues) -> nn.Module:
-        found = model if isinstance(model, nn.Module) else model()
+        found = _made(model)
         if not made:
             made.append(batches.example(found, samples, length))
-        return without_weights(found, mode)
+        copied, optimizer = without_weights(found, mode, options.get("optimizer"))
+        options["optimizer"] = optimizer
+        assert isinstance(copied, nn.Module)
+        return copied
 
     run = dry_run(make, lambda: made[0], resolved, place, loss, options)
     return _plan_of(run, where, place.rank, made[0])
+
+
+def _made(model: Any) -> nn.Module:
+    """``UsageError`` where it is no module, and makes none."""
+    wrong = isinstance(model, (Engine, type)) or not callable(model)
+    found = model if isinstance(model, nn.Module) or wrong else model()
+    if not isinstance(found, nn.Module):
+        came = f"the class {found.__name__}" if isinstance(found, type) else f"a {type(found).__name__}"
+        raise UsageError(
+            f"plan: expected model to be a torch module, or a function without arguments that makes one, got {came}"
+        )
+    return found
 
 
 def _plan_of(run: DryRun, where: Hardware, rank: int, batch: Mapping[str, Any]) -> Plan:

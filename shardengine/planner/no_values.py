@@ -136,9 +136,12 @@ def without_values(*, on_gpu: bool = False) -> Iterator[NoValues]:
         yield last.enter_context(NoValues())
 
 
-def without_weights(model: nn.Module, mode: NoValues) -> nn.Module:
+def without_weights(model: nn.Module, mode: NoValues, *others: Any) -> Any:
     """A copy of ``model`` whose parameters, and buffers of floating-point numbers, are fake: those it shares are
-    shared, hooks and attributes are copied as ``copy.deepcopy`` does. ``model`` stays as it is."""
+    shared, hooks and attributes are copied as ``copy.deepcopy`` does. ``model`` stays as it is.
+
+    others: what refers to its parameters, an optimizer or a scheduler: the model and these, all copied.
+    """
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         made = nn.Parameter(mode.empty(parameter.detach()), requires_grad=parameter.requires_grad)
@@ -147,7 +150,8 @@ def without_weights(model: nn.Module, mode: NoValues) -> nn.Module:
     for buffer in model.buffers():
         if buffer.is_floating_point() or buffer.is_meta or buffer.nbytes >= LARGE:
             memo[id(buffer)] = mode.empty(buffer)
-    return copy.deepcopy(model, memo)
+    copies = [copy.deepcopy(each, memo) for each in (model, *others)]
+    return copies if others else copies[0]
 
 
 Make = Callable[[], nn.Module]

@@ -161,6 +161,19 @@ def test_states_on_a_disk(tmp_path: Path) -> None:
     assert not (tmp_path / "disk").exists(), "nothing is written"
 
 
+def test_optimizers_of_the_user(tmp_path: Path) -> None:
+    """Instances over the model's parameters, with a scheduler, and functions; a batch of another device."""
+    model = Tied()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}}
+    batch = {"x": torch.zeros(4, 64, device="meta")}
+    found = plan(model, config, "2x24GB", batch=batch, optimizer=optimizer, lr_scheduler=scheduler)
+    other = plan(model, config, "2x24GB", batch=batch, optimizer=lambda p: torch.optim.SGD(p, 0.1, momentum=0.9))
+    assert found.device.at_peak["states"] == other.device.at_peak["states"] == 4 * (64 * 64 + 2 * 64) / 2
+    assert optimizer.param_groups[0]["params"][0] is model.first.weight and not optimizer.state
+
+
 class Picks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -188,6 +201,11 @@ def test_what_cannot_be_planned_is_told() -> None:
         plan_of(Pairs())
     with pytest.raises(UsageError, match=r"expected batch=, a mapping of what Tied\.forward takes"):
         plan(Tied(), CONFIG, "24GB")
+    for model, came in ((nn.Linear, "the class Linear"), ("gpt2", "a str"), (lambda: None, "a NoneType")):
+        with pytest.raises(UsageError, match=f"plan: expected model to be a torch module, .* got {came}"):
+            plan_of(model)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"expected batch= to be a mapping of what forward takes, by name, got Tensor"):
+        plan(Tied(), CONFIG, "24GB", batch=torch.zeros(4, 64))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="expected hardware to be a text"):
         plan(Tied(), CONFIG, 24)  # type: ignore[arg-type]
     with pytest.raises(shardengine.ConfigError, match="gradient_accumulation_step"):
