@@ -170,7 +170,8 @@ def test_optimizers_of_the_user(tmp_path: Path) -> None:
     batch = {"x": torch.zeros(4, 64, device="meta")}
     found = plan(model, config, "2x24GB", batch=batch, optimizer=optimizer, lr_scheduler=scheduler)
     other = plan(model, config, "2x24GB", batch=batch, optimizer=lambda p: torch.optim.SGD(p, 0.1, momentum=0.9))
-    assert found.device.at_peak["states"] == other.device.at_peak["states"] == 4 * (64 * 64 + 2 * 64) / 2
+    assert found.device.at_peak["states"] == other.device.at_peak["states"]
+    assert found.device.at_peak["states"] == pytest.approx(4 * (64 * 64 + 2 * 64) / 2, abs=512)
     assert optimizer.param_groups[0]["params"][0] is model.first.weight and not optimizer.state
 
 
