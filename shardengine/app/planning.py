@@ -76,7 +76,7 @@ def _default_dtype(dtype: Any) -> Iterator[None]:
 def text_of(found: Plan) -> str:
     """For people."""
     config, zero = found.config, found.config.zero_optimization
-    what = " × ".join(map(str, found.tokens))
+    what = " × ".join(map(str, found.shape))
     steps = f", {config.gradient_accumulation_steps} micro-batches a step" if config.gradient_accumulation_steps else ""
     return "\n".join([
         f"{found.parameters / 1e9:.2f} billion parameters, stage {zero.stage}, micro-batches of {what}{steps}",

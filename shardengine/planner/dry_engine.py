@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ from shardengine.planner.no_disk import NoDisk
 from shardengine.planner.no_values import NoValues, without_values
 
 WEIGHTS, STATES, BUFFERS, ACTIVATIONS, MODEL = "weights", "states", "gradients and buffers", "activations", "model"
-KINDS = (WEIGHTS, STATES, BUFFERS, ACTIVATIONS)
+KINDS = (WEIGHTS, STATES, BUFFERS, ACTIVATIONS, MODEL)
 INITIALIZE, FORWARD, BACKWARD, STEP = "initialize", "forward", "backward", "step"
 MAPPED = "file"
 """Memory that shows what is in a file: the system's, not this process's."""
@@ -263,13 +263,3 @@ def bytes_by_kind(moment: Moment) -> Counter[str]:
         kind = kind.removeprefix(_HOST_SIDE)
         found[kind if kind in KINDS else ACTIVATIONS] += size
     return found
-
-
-def rank_in_the_middle(ranks: int) -> int:
-    """A rank like most: neither the first nor the last."""
-    return ranks // 2
-
-
-def phases_of(moments: Sequence[Moment]) -> list[str]:
-    """In order, each once."""
-    return list(dict.fromkeys(each.phase for each in moments))

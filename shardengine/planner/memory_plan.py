@@ -47,15 +47,15 @@ class Plan:
     """What one rank of a run needs: ``device``, ``host`` where the device has a memory of its own, and ``disk`` where
     the config has the tier nvme.
 
-    config: with defaults, for this number of ranks · parameters: of the model · timeline: after each event of
-    initialize and of the steps what is alive on the device · seconds: that the plan took.
+    config: with defaults, for this number of ranks · parameters: of the model · shape: of a micro-batch's first tensor
+    · timeline: after each event of initialize and of the steps what is alive on the device · seconds: that it took.
     """
 
     hardware: Hardware
     config: Config
     rank: int
     parameters: int
-    tokens: tuple[int, ...]
+    shape: tuple[int, ...]
     device: Tier
     host: Tier | None
     disk: Tier | None
@@ -95,7 +95,7 @@ class Plan:
             "ranks": self.hardware.ranks,
             "rank": self.rank,
             "parameters": self.parameters,
-            "batch": list(self.tokens),
+            "batch": list(self.shape),
             "tiers": {
                 tier.name: {
                     "peak_bytes": tier.peak, "at_peak": dict(tier.at_peak), "phase": tier.phase,
