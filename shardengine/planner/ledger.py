@@ -3,8 +3,9 @@
 Owns: the events and what follows from them. Must not know: engines, what a storage is for (it is told).
 
 A dispatch mode sees each tensor that an operation returns; the end of its storage is a weak reference's. A storage that
-is resized (units whose weights are let go of) counts with its new size. What an operation needs inside of itself is not
-seen: on a GPU workspaces of libraries, on a CPU copies that a kernel makes for itself.
+is resized (units whose weights are let go of) counts with its new size; one on the meta device has no bytes. What an
+operation needs inside of itself is not seen: on a GPU workspaces of libraries, on a CPU copies that a kernel makes for
+itself.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Ledger(TorchDispatchMode):
         """One operation."""
         result = func(*args, **(kwargs or {}))
         for each in (result,) if isinstance(result, Tensor) else tree_leaves(result):
-            if isinstance(each, Tensor) and each.layout is torch.strided:
+            if isinstance(each, Tensor) and _has_bytes(each):
                 self._see(each.untyped_storage())
         return result
 
@@ -95,7 +96,7 @@ class Ledger(TorchDispatchMode):
 
     def name(self, tensor: Tensor, kind: str) -> Tensor:
         """Say what the storage of ``tensor`` is for, now or ever since; ``tensor``."""
-        if tensor.layout is torch.strided:
+        if _has_bytes(tensor):
             self._kinds[self._see(tensor.untyped_storage())] = kind
         return tensor
 
@@ -140,6 +141,10 @@ class Ledger(TorchDispatchMode):
                 alive[kind] += size
                 found.append(Moment(phase, dict(alive)))
         return found
+
+
+def _has_bytes(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.device.type != "meta"
 
 
 def highest(moments: Sequence[Moment], phases: Sequence[str]) -> Moment:
