@@ -84,7 +84,7 @@ class Ledger(TorchDispatchMode):
         """One operation."""
         result = func(*args, **(kwargs or {}))
         for each in tensors_in(result):
-            if each.layout is torch.strided and not each.is_meta:
+            if _has_bytes(each):
                 self._see(each.untyped_storage())
         return result
 
@@ -94,7 +94,7 @@ class Ledger(TorchDispatchMode):
 
     def name(self, tensor: Tensor, kind: str) -> Tensor:
         """Say what the storage of ``tensor`` is for, now or ever since; ``tensor``."""
-        if tensor.layout is torch.strided:
+        if _has_bytes(tensor):
             self._kinds[self._see(tensor.untyped_storage())] = kind
         return tensor
 
@@ -151,6 +151,10 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
                 yield each
             elif isinstance(each, (list, tuple)):
                 yield from tensors_in(each)
+
+
+def _has_bytes(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_meta
 
 
 def highest(moments: Sequence[Moment], phases: Sequence[str]) -> Moment:

@@ -144,7 +144,7 @@ def without_weights(model: nn.Module, mode: NoValues, *others: Any) -> Any:
     """
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
-        made = nn.Parameter(mode.empty(parameter.detach()), requires_grad=parameter.requires_grad)
+        made = nn.Parameter(mode.empty(parameter), requires_grad=parameter.requires_grad)
         vars(made).update(vars(parameter))
         memo[id(parameter)] = made
     for buffer in model.buffers():

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from shardengine.errors import UsageError
 from shardengine.offload import Platform
+from shardengine.sharding import inner
 
 _FEW = 64
 
@@ -106,7 +107,7 @@ class ActivationStore:
 
     def moves(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is of a kind that can be copied and laid out again."""
-        plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized
+        plain = inner.class_of(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized
         return (
             plain and tensor.device == self._device and tensor.numel() > 0 and not (tensor.is_conj() or tensor.is_neg())
         )

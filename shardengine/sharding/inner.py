@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardengine.errors import UsageError
@@ -167,8 +168,18 @@ def made_of(outer: Tensor, values: Mapping[int, Tensor]) -> Tensor:
 
 def own_class(tensor: Tensor) -> type:
     """The class of ``tensor`` while it is not hidden."""
-    kind: type = getattr(type(tensor), "own_class", type(tensor))
-    return kind
+    return _stood_for(getattr(type(tensor), "own_class", type(tensor)), tensor)
+
+
+def class_of(tensor: Tensor) -> type:
+    """The class of ``tensor``, of a fake one (``kernels.without_values``) that of what it stands for."""
+    return _stood_for(type(tensor), tensor)
+
+
+def _stood_for(kind: type, tensor: Tensor) -> type:
+    if kind is not FakeTensor or has_values():
+        return kind
+    return nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
 
 
 def facts(model: nn.Module) -> list[str]:
@@ -204,8 +215,6 @@ def _described(value: Any, depth: int = 0) -> str:
 
 def check(name: str, parameter: nn.Parameter) -> None:
     """``UsageError`` where the engine cannot hold a parameter of this class."""
-    if not has_values():  # a fake tensor stands for an ordinary one
-        return
     kind = own_class(parameter).__name__
     if kind == "DTensor":
         raise UsageError(
@@ -221,6 +230,8 @@ def check(name: str, parameter: nn.Parameter) -> None:
     if is_outer(parameter) or parameter.is_meta or not parameter.numel():
         return
     if isinstance(parameter, nn.parameter.UninitializedParameter) or parameter.layout is not torch.strided:
+        return
+    if not has_values():  # nothing has memory
         return
     with torch._C.DisableTorchFunctionSubclass():
         has_memory = bool(parameter.data_ptr())

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardengine.errors import UsageError
 from shardengine.kernels import has_values
 from shardengine.offload import Fetched, Platform
-from shardengine.sharding.inner import aliases_of, is_outer, leaves_of, outers_of
+from shardengine.sharding.inner import aliases_of, class_of, is_outer, leaves_of, outers_of
 
 _MARK = "shardengine_poison"
 _HIDDEN = "_shardengine_hidden"
@@ -170,11 +170,11 @@ _call = nn.Parameter.__torch_function__
 def _hide_too(result: Any, given: Any) -> None:
     """What was made of poison in ``given`` without its values is refused in the same words."""
     for each in _tensors(result):
-        unmarked = type(each) is Tensor or (is_outer(each) and _HIDDEN not in vars(each))
+        unmarked = class_of(each) is Tensor or (is_outer(each) and _HIDDEN not in vars(each))
         if unmarked and _is_poison(each):
             vars(each)[_HIDDEN] = next(vars(other)[_HIDDEN] for other in _tensors(given) if isinstance(other, _Hidden))
             if not isinstance(each, _Hidden):
-                each.__class__ = _hidden_outer_kind(type(each)) if is_outer(each) else _hidden_kind(Tensor)
+                each.__class__ = _hidden_outer_kind(type(each)) if is_outer(each) else _hidden_kind(type(each))
 
 
 @functools.cache
@@ -221,7 +221,7 @@ class _Refusal(TorchDispatchMode):
 def _goes_without_values(func: Any) -> bool:
     infos = [argument.alias_info for argument in func._schema.arguments if argument.alias_info is not None]
     is_view = bool(infos) and not any(info.is_write for info in infos)
-    return is_view or func._schema.name in _FROM_SHAPE
+    return is_view or func._schema.name in _FROM_SHAPE or func.namespace == "prim"  # prim::device asks fake tensors
 
 
 def _refuse(found: Tensor, called: str, what: str) -> None:
