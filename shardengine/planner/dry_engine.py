@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from shardengine.engine import Engine, initialize
-from shardengine.errors import UsageError
+from shardengine.errors import ShardEngineError, UsageError
 from shardengine.offload import HOST, CopyStream, Done, Platform
 from shardengine.planner.absent_ranks import Issued, SilentWire, absent_mesh
 from shardengine.planner.ledger import Ledger, Moment, highest
@@ -252,7 +252,16 @@ def _told() -> Iterator[None]:
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise UsageError(
             f"plan: the model asks for what only data says ({error.func}): expected code whose shapes follow from "
-            "those of its inputs"
+            "those of its inputs; a mixture of experts of transformers has it with "
+            'experts_implementation="grouped_mm", and a loop over the experts that were chosen has not'
+        ) from error
+    except (RuntimeError, NotImplementedError) as error:
+        if isinstance(error, ShardEngineError):
+            raise
+        raise UsageError(
+            f"plan: the model does not run on tensors without values ({type(error).__name__}: "
+            f"{str(error).strip().splitlines()[0]}): expected code that trains on a CPU and reads no values, and of "
+            "operations of your own which shapes they give (torch.library.register_fake)"
         ) from error
 
 

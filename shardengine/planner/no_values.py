@@ -60,6 +60,8 @@ class NoValues(TorchDispatchMode):
                 return self._number(args[0].dtype)
             if func in (_aten.equal.default, _aten.allclose.default):
                 return True
+            if func is _aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
+                return self._grouped(func, args, kwargs)
         elif func in _FROM_META and tensors[0].is_meta and _device(kwargs, "meta").type != "meta":
             return self.empty(tensors[0], kwargs.get("dtype"))
         return func(*args, **kwargs)
@@ -67,6 +69,12 @@ class NoValues(TorchDispatchMode):
     @staticmethod
     def _number(dtype: torch.dtype) -> bool | float | int:
         return False if dtype is torch.bool else 1.0 if dtype.is_floating_point else 0
+
+    def _grouped(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+        """Torch says of bf16 alone which shape comes out, and computes in other dtypes, too."""
+        dtype = kwargs.get("out_dtype") or args[0].dtype
+        halves = [self.empty(each, torch.bfloat16) for each in args[:2]]
+        return self.empty(func(*halves, *args[2:], **{**kwargs, "out_dtype": torch.bfloat16}), dtype)
 
     def _make(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if func._schema.name not in _MAKERS or _device(kwargs, "cpu").type == "meta":
