@@ -1,4 +1,4 @@
-"""A file of the tiers that keeps nothing: room is taken and given back, and a transfer is over when it is asked for.
+"""A file of the tiers that keeps nothing: room is taken and given back, and a transfer is over when it is waited for.
 
 Must not know: what is kept, how the real file is laid out (``offload.nvme``), whose interface it has.
 """
@@ -12,6 +12,22 @@ from pathlib import Path
 from torch import Tensor
 
 from shardengine.offload import Extent, IORequest
+
+
+class _Late(IORequest):
+    """A disk is behind who asks it: a transfer is over, and gives its buffer back, when somebody has waited for it."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self._over = False
+
+    def done(self) -> bool:
+        """See ``IORequest``."""
+        return self._over
+
+    def wait_quietly(self) -> None:
+        """See ``IORequest``."""
+        self._over = True
 
 
 class NoDisk:
@@ -43,11 +59,11 @@ class NoDisk:
 
     def read(self, extent: Extent, into: Tensor) -> IORequest:
         """See ``ExtentFile``; nothing is filled."""
-        return IORequest(0)
+        return _Late()
 
     def write(self, extent: Extent, source: Tensor) -> IORequest:
         """See ``ExtentFile``; nothing is kept."""
-        return IORequest(0)
+        return _Late()
 
     def look(self, extent: Extent) -> Tensor:
         """See ``ExtentFile``."""
