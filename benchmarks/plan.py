@@ -5,14 +5,15 @@ in one process; it prints a table and writes ``benchmarks/results/plan-<machine>
 fast the machine is does not matter.
 
     measured   the most that torch's CPU allocator had given out at one moment of the last step, by its own counter,
-               which torch.profiler notes at each event: temporaries inside of operations and all threads included. Of
-               the rank that is planned, and of the rank with the most
+               which torch.profiler notes at each event: temporaries inside of operations and all threads included.
+               Buffers between memory and a disk are mapped, which no allocator sees: they are the kernel's list of
+               mappings that no fork is given. Of the rank that is planned, and of the rank with the most
     planned    the peak of a dry run's step as that rank
     error      (planned − measured) / measured, of the same rank
     at         the phase of the peak, as measured and as planned
 
 A run's pool has its final size once a rank has waited for others everywhere; until then a peak is lower by a bucket or
-two. So the last of ``STEPS`` steps is measured. States on a disk are not in the matrix: a dry run has no files.
+two. So the last of ``STEPS`` steps is measured.
 
 Below that, on one rank, plain torch beside ``torch.distributed._tools.MemTracker``, and the engine beside a dry run.
 """
@@ -82,10 +83,13 @@ def measured(forks: Forks, case: Case, chosen: Architecture, steps: int = STEPS)
 def _life(say: Callable[[Any], None], rank: int, port: int, case: Case, chosen: Architecture, steps: int) -> None:
     join(rank, case.ranks, port)
     torch.manual_seed(0)
+    before = mapped()
     with counted():
         engine = shardengine.initialize(chosen.make(), case.config())
-        say(highest_of(lambda: _step(engine, chosen.batch), steps))
+        found = highest_of(lambda: _step(engine, chosen.batch), steps)
+        more = mapped() - before
         engine.close()
+    say(found | {name: found[name] + more for name in ("bytes", "at_rest")})
 
 
 def _plain_life(say: Callable[[Any], None], _rank: int, model: str) -> None:
@@ -104,6 +108,18 @@ def counted() -> Iterator[None]:
         yield
     finally:
         flag.value = False
+
+
+def mapped() -> int:
+    """Bytes of the mappings of this process of which a fork gets nothing (MADV_DONTFORK), as those beside a disk."""
+    found = size = 0
+    for line in Path("/proc/self/smaps").read_text(encoding="ascii", errors="replace").splitlines():
+        name, *words = line.split()
+        if name == "Size:":
+            size = int(words[0]) * 1024
+        elif name == "VmFlags:" and "dc" in words:
+            found += size
+    return found
 
 
 def highest_of(step: Callable[[], None], steps: int) -> dict[str, Any]:

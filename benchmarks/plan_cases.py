@@ -10,8 +10,10 @@ size of a bucket.
 from __future__ import annotations
 
 import functools
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -117,12 +119,14 @@ PRECISIONS: Mapping[str, Mapping[str, Any]] = {
     "fp16": {"fp16": {"enabled": True}},
     "autocast": {"torch_autocast": {"enabled": True, "dtype": "bf16"}},
 }
-DEVICE, STATES, BOTH = "device", "states on the host", "all on the host"
+DEVICE, STATES, BOTH, DISK = "device", "states on the host", "all on the host", "states on a disk"
 _HOST = {"device": "cpu"}
+_FOLDER = Path(tempfile.gettempdir()) / "shardengine-plan"
 TIERS: Mapping[str, Mapping[str, Any]] = {
     DEVICE: {},
     STATES: {"offload_optimizer": _HOST},
     BOTH: {"offload_optimizer": _HOST, "offload_param": _HOST},
+    DISK: {"offload_optimizer": {"device": "nvme", "nvme_path": str(_FOLDER)}},
 }
 OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {"SGD": {"lr": 1e-3, "momentum": 0.9}}
 
@@ -191,6 +195,7 @@ MATRIX = (
     Case("Llama", 4, "3", "bf16", BOTH),
     Case("Llama", 2, "3", "fp32", BOTH, checkpointed=True),
     Case("Llama", 4, "3", "fp16"),
+    Case("Llama", 2, "3", "bf16", DISK),
     Case("Llama", 2, "2", "autocast"),
     Case("Llama", 2, "2", optimizer="SGD"),
     Case("Llama", 2, "2", "bf16", optimizer="Muon"),
@@ -199,6 +204,7 @@ MATRIX = (
     Case("T5", 3, "2"),
     Case("T5", 4, "3", "bf16"),
     Case("T5", 2, "3", "bf16", STATES, checkpointed=True),
+    Case("T5", 2, "2", "bf16", DISK),
     Case("ViT", 2, "0"),
     Case("ViT", 4, "2", micros=3),
     Case("ViT", 2, "3", "bf16"),

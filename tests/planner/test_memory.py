@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.plan import loss_of, measured, planned, rank_of
-from benchmarks.plan_cases import BOTH, STATES, Architecture, Case, Text, words
+from benchmarks.plan_cases import BOTH, DISK, STATES, Architecture, Case, Text, words
 from shardengine.errors import UsageError
 from shardengine.kernels import Spans
 from shardengine.planner import DryRun, Place, dry_run, without_weights
-from shardengine.planner.dry_run import FORWARD, INITIALIZE, STEP, bytes_by_kind
+from shardengine.planner.dry_engine import FORWARD, INITIALIZE, STEP, bytes_by_kind
 from tests.support.forks import Forks
 
 WORDS, TOKENS, WIDTH, BUCKET = 256, 256, 64, 20_000
@@ -48,8 +48,8 @@ def with_values() -> Iterator[Callable[[], int]]:
         tables.update({id(each): each.nbytes for each in made})
         return made
 
-    running = sys.modules["shardengine.planner.dry_run"]
-    with patch.object(running, "without_values", nullcontext), patch.object(Spans, "table", seen):
+    running = sys.modules["shardengine.planner.dry_engine"]
+    with patch.object(running, "without_values", lambda **_: nullcontext()), patch.object(Spans, "table", seen):
         yield lambda: sum(tables.values())
 
 
@@ -92,6 +92,7 @@ REAL = {
     "stage 2, accumulated": Case("Llama", 2, "2", micros=2, bucket=BUCKET),
     "stage 3, bf16": Case("Llama", 4, "3", "bf16", bucket=BUCKET),
     "stage 3, states on the host": Case("GPT-2", 2, "3", "bf16", STATES, bucket=BUCKET),
+    "stage 3, states on a disk": Case("Llama", 2, "3", "bf16", DISK, bucket=BUCKET),
     "stage 3, checkpointed": Case("Llama", 2, "3", checkpointed=True, bucket=BUCKET),
 }
 
