@@ -26,7 +26,8 @@ from shardengine.engine import Engine, initialize
 from shardengine.errors import ShardEngineError, UsageError
 from shardengine.offload import HOST, CopyStream, Done, Platform
 from shardengine.planner.absent_ranks import Issued, SilentWire, absent_mesh
-from shardengine.planner.ledger import Ledger, Moment, highest
+from shardengine.planner.layers import AFTER, blocks_of
+from shardengine.planner.ledger import Ledger, Moment, highest, tensors_in
 from shardengine.planner.no_disk import NoDisk
 from shardengine.planner.no_values import NoValues, without_values
 
@@ -56,17 +57,24 @@ class Place:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a run has shown. device, host: after each event of initialize and of the last step, what is alive there; the
-    host's are empty where the device is the CPU · issued: the collectives of the last step · memory: what the engine
-    says (``Engine.memory``) · seconds: that it took."""
+    """What a run has shown.
+
+    device, host: what is alive there in initialize and in the steps, of each stretch of one phase and unit the moment
+    with most; the host's are empty where the device is the CPU · at_rest, host_at_rest: after the last step · issued:
+    the collectives of that step · memory: what the engine says (``Engine.memory``) · seconds: that it took · depths:
+    layers of the shorter models by which it was found, ``issued`` are those of the last; empty where all layers ran.
+    """
 
     device: list[Moment]
     host: list[Moment]
+    at_rest: Moment
+    host_at_rest: Moment
     issued: list[Issued]
     memory: Mapping[str, float]
     config: Any
     parameters: int
     seconds: float
+    depths: tuple[int, ...] = ()
 
     @property
     def peak(self) -> Moment:
@@ -81,11 +89,6 @@ class DryRun:
     def host_peak(self) -> Moment:
         """In the host's memory, where that is another."""
         return highest(self.host, (INITIALIZE, FORWARD, BACKWARD, STEP))
-
-    @property
-    def at_rest(self) -> Moment:
-        """On the device, after the step."""
-        return self.device[-1]
 
 
 class _Late(Done):
@@ -164,8 +167,9 @@ def dry_run(
     place: Place,
     loss: Callable[[Any], Tensor],
     options: Mapping[str, Any] | None = None,
+    steps: int = STEPS,
 ) -> DryRun:
-    """Run ``STEPS`` steps with the same buckets.
+    """Run ``steps`` steps with the same buckets.
 
     make: makes the model, inside of ``without_values`` · batch: a micro-batch · loss: of what the model returns ·
     options: further arguments of ``initialize``.
@@ -190,19 +194,21 @@ def dry_run(
         )  # fmt: skip
         engine = initialize(model, config, mesh=mesh, **(options or {}))
         _name_kept(ledger, engine)
+        _tell_units(ledger, engine.module)
         with _told():
             alike = 0
-            while alike < STEPS:
+            while alike < steps:
                 layout = engine._core.layout
                 wire.issued.clear()
                 _train(engine, ledger, batch, loss)
                 alike = alike + 1 if engine._core.layout is layout else 0
         memory = engine.memory()
-        of_device = ledger.moments(lambda kind: kind != MAPPED and not kind.startswith(_HOST_SIDE), _UNNAMED)
-        of_host = ledger.moments(lambda kind: kind.startswith(_HOST_SIDE), _UNNAMED)
+        device, rests = ledger.moments(lambda kind: kind != MAPPED and not kind.startswith(_HOST_SIDE), _UNNAMED)
+        host, host_rests = ledger.moments(lambda kind: kind.startswith(_HOST_SIDE), _UNNAMED)
         found = DryRun(
-            of_device, of_host, list(wire.issued), memory, engine.config, parameters, time.perf_counter() - began
-        )
+            device, host, rests, host_rests, list(wire.issued), memory, engine.config, parameters,
+            time.perf_counter() - began,
+        )  # fmt: skip
         ledger.begin("")
         engine.close()
     return found
@@ -223,6 +229,34 @@ def _train(
         ledger.begin(STEP)
         engine.step()
     _name_kept(ledger, engine)
+
+
+def _tell_units(ledger: Ledger, model: nn.Module) -> None:
+    """From now on the ledger knows which block of ``model`` computes. One's backward begins when its output has its
+    gradient; what is after the last in forward, or before it in backward, is in no unit."""
+
+    def hook(block: nn.Module, name: str) -> None:
+        def begins(*_: Any) -> None:
+            if ledger.phase == FORWARD:
+                ledger.begin(FORWARD, name)
+
+        def turns(_: Any) -> None:
+            ledger.begin(BACKWARD, name)
+
+        def ends(_module: nn.Module, _args: Any, result: Any) -> None:
+            if ledger.phase != FORWARD:
+                return
+            ledger.begin(FORWARD, AFTER + name)
+            for each in tensors_in(tuple(result.values()) if isinstance(result, Mapping) else result):
+                if each.requires_grad:
+                    each.register_hook(turns)
+                    return
+
+        block.register_forward_pre_hook(begins)
+        block.register_forward_hook(ends)
+
+    for name, block in blocks_of(model):
+        hook(block, name)
 
 
 def _name_kept(ledger: Ledger, engine: Engine) -> None:

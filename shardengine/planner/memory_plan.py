@@ -10,16 +10,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shardengine.config import Config, load_config
 from shardengine.engine import Engine
 from shardengine.errors import UsageError
 from shardengine.planner import batches
-from shardengine.planner.dry_engine import FORWARD, INITIALIZE, STATES, STEP, DryRun, Place, bytes_by_kind, dry_run
+from shardengine.planner.deep_model import deep_run
+from shardengine.planner.dry_engine import (
+    FORWARD,
+    INITIALIZE,
+    STATES,
+    STEP,
+    STEPS,
+    DryRun,
+    Place,
+    bytes_by_kind,
+    dry_run,
+)
 from shardengine.planner.hardware import Hardware, show_bytes
+from shardengine.planner.layers import Layers, layers_of, shorter
 from shardengine.planner.ledger import Moment
-from shardengine.planner.no_values import NoValues, without_weights
+from shardengine.planner.no_values import NoValues, without_values, without_weights
 
 
 @dataclass(frozen=True)
@@ -61,6 +74,7 @@ class Plan:
     disk: Tier | None
     timeline: list[Moment]
     seconds: float
+    depths: tuple[int, ...] = ()
 
     @property
     def tiers(self) -> list[Tier]:
@@ -115,14 +129,15 @@ def plan(
     batch: Mapping[str, Any] | None = None,
     length: int | None = None,
     loss: Callable[[Any], Tensor] = batches.loss_of,
+    exact: bool = False,
     **options: Any,
 ) -> Plan:
     """What a rank of a run with ``initialize(model, config)`` needs, without a GPU, weights or other ranks.
 
     model: it stays as it is, with or without weights; or a function that makes one · hardware: "4x24GB", or a
     ``Hardware`` · batch: a micro-batch, as ``engine(**batch)`` gets it; default zeros for a model of transformers, of
-    ``train_micro_batch_size_per_gpu`` samples and ``length`` tokens · loss: of what forward returns · options:
-    ``initialize``'s (optimizer, …).
+    ``train_micro_batch_size_per_gpu`` samples and ``length`` tokens · loss: of what forward returns · exact: all layers
+    run, where else three shorter models may do · options: ``initialize``'s (optimizer, …).
 
     The engine runs some steps dry (docs/decisions.md): what the model's own code makes is counted, whatever it is. The
     rank is one in the middle. ``UsageError`` where that code asks for values that only data has.
@@ -131,22 +146,49 @@ def plan(
     if not isinstance(where, Hardware):
         raise UsageError(f'plan: expected hardware to be a text, as "4x24GB", or a Hardware, got {where!r}')
     resolved = load_config(config).resolve_batch(where.ranks)
-    samples = resolved.train_micro_batch_size_per_gpu or 1
-    place = Place(where.ranks, where.ranks // 2, apart=where.is_gpu, device_bytes=where.usable_bytes)
-    made: list[Mapping[str, Any]] = [] if batch is None else [batches.on_host(batch)]
-    options.pop("lr_scheduler", None)  # it takes no memory, and knows an optimizer that is not the copy
-
-    def make(mode: NoValues) -> nn.Module:
+    given = None if batch is None else batches.on_host(batch)
+    with without_values():
         found = _made(model)
-        if not made:
-            made.append(batches.example(found, samples, length))
-        copied, optimizer = without_weights(found, mode, options.get("optimizer"))
-        options["optimizer"] = optimizer
-        assert isinstance(copied, nn.Module)
-        return copied
+        used = given or batches.example(found, resolved.train_micro_batch_size_per_gpu or 1, length)
+    place = Place(where.ranks, where.ranks // 2, apart=where.is_gpu, device_bytes=where.usable_bytes)
+    options.pop("lr_scheduler", None)  # it takes no memory, and knows an optimizer that is not the copy
+    task = _Task(found, used, resolved, place, loss, options)
+    return _plan_of(task.run_all(exact), where, place.rank, used)
 
-    run = dry_run(make, lambda: made[0], resolved, place, loss, options)
-    return _plan_of(run, where, place.rank, made[0])
+
+@dataclass(frozen=True)
+class _Task:
+    """What is run dry, whole or with fewer layers."""
+
+    model: nn.Module
+    batch: Mapping[str, Any]
+    config: Config
+    place: Place
+    loss: Callable[[Any], Tensor]
+    options: Mapping[str, Any]
+
+    def run_all(self, exact: bool) -> DryRun:
+        """By shorter models where they say the same; an optimizer that exists knows all layers' parameters."""
+        layers = None if exact or self._optimizer_exists else layers_of(self.model)
+        run = lambda depth: self._run(layers, depth)  # noqa: E731
+        found = None if layers is None else deep_run(layers, run, lambda: self._run(steps=0))
+        return found or self._run()
+
+    @property
+    def _optimizer_exists(self) -> bool:
+        return isinstance(self.options.get("optimizer"), torch.optim.Optimizer)
+
+    def _run(self, layers: Layers | None = None, depth: int = 0, steps: int = STEPS) -> DryRun:
+        options = dict(self.options)
+
+        def make(mode: NoValues) -> nn.Module:
+            if layers is not None:
+                return shorter(self.model, layers, depth, lambda gone: without_weights(self.model, mode, instead=gone))
+            copied, options["optimizer"] = without_weights(self.model, mode, options.get("optimizer"))
+            assert isinstance(copied, nn.Module)
+            return copied
+
+        return dry_run(make, lambda: self.batch, self.config, self.place, self.loss, options, steps)
 
 
 def _made(model: Any) -> nn.Module:
@@ -170,14 +212,14 @@ def _plan_of(run: DryRun, where: Hardware, rank: int, batch: Mapping[str, Any]) 
         where.usable_bytes,
     )  # fmt: skip
     on_host = Tier(
-        "host", host.bytes, dict(bytes_by_kind(host)), host.phase, run.host[-1].bytes if run.host else 0, 0,
+        "host", host.bytes, dict(bytes_by_kind(host)), host.phase, run.host_at_rest.bytes, 0,
         where.per_rank(where.host_bytes),
     )  # fmt: skip
     kept = round(run.memory["measured_disk_bytes"])
     on_disk = Tier("disk", kept, {STATES: kept}, STEP, kept, kept, where.per_rank(where.disk_bytes))
     return Plan(
         where, run.config, rank, run.parameters, shapes, device, on_host if where.is_gpu and run.host else None,
-        on_disk if kept else None, run.device, run.seconds,
+        on_disk if kept else None, run.device, run.seconds, run.depths,
     )  # fmt: skip
 
 
