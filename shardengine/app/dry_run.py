@@ -23,7 +23,7 @@ def run(settings: Settings, ranks: int) -> int:
     config = settings.read_config(ranks)
     tokenizer, model = loop.load_model(settings, config.seed, values=False)
     blocks = loop.load_data(settings, tokenizer, model)
-    where = this_machine(_device(), ranks, planning.node_ranks(), config)
+    where = this_machine(_device(), ranks, config)
     logging.getLogger("shardengine").setLevel(logging.ERROR)  # of a run that is none
     found = plan(model.train(), config, where, batch=planning.first_batch(config, blocks, ranks))
     for notice in config.notices:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
@@ -21,11 +20,11 @@ from shardengine.app import adapters
 from shardengine.app.data import Blocks, training_batches
 from shardengine.app.rank_sums import RankSums
 from shardengine.app.settings import Settings, check_model, read_config, require
-from shardengine.comm import devices
 from shardengine.config import Config
 from shardengine.engine import Engine
 from shardengine.errors import UsageError
 from shardengine.planner import (
+    SETTLED_STEPS,
     Hardware,
     Plan,
     Taken,
@@ -130,7 +129,7 @@ class RunPlan:
 
         last: number of the last step.
         """
-        self._step = min(engine.global_steps + _SETTLED, last)
+        self._step = min(engine.global_steps + SETTLED_STEPS, last)
         counts = isinstance(self._found, Plan) and engine.device.type == "cpu"
         return lambda number: self._watch(engine) if counts and number == self._step else nullcontext()
 
@@ -148,29 +147,19 @@ class RunPlan:
         return f"{compared.line()} on {where}", compared.sentence()
 
 
-_SETTLED = 12
-"""Steps after which a rank has waited for others everywhere, so that no buffer is made any more."""
-
-
 def of_run(settings: Settings, config: Config, model: Any, blocks: Blocks, rank_sums: RankSums) -> RunPlan:
     """The plan of the run that is about to begin: its model, its first micro-batch, this machine. Rank 0 makes it."""
     if not settings.plan or rank_sums.rank:
         return RunPlan(None)
     mesh = rank_sums.mesh
-    where = this_machine(mesh.device, mesh.ranks, node_ranks(), config)
-    return RunPlan(plan_amid(model, config, where, first_batch(config, blocks, mesh.ranks)))
+    where = this_machine(mesh.device, mesh.ranks, config)
+    return RunPlan(plan_amid(model, config, where, lambda: first_batch(config, blocks, mesh.ranks)))
 
 
 def first_batch(config: Config, blocks: Blocks, ranks: int) -> dict[str, Any]:
     """As the loop gives it to the engine."""
     micro_batch = config.train_micro_batch_size_per_gpu or 1
     return {**next(training_batches(blocks.training, micro_batch, 0, ranks, config.seed)), "use_cache": False}
-
-
-def node_ranks() -> int | None:
-    """Ranks of this machine, as the launcher says."""
-    said = os.environ.get(devices.LOCAL_SIZE, "")
-    return int(said) if said.isdecimal() and int(said) else None
 
 
 def draw(found: Plan, path: Path, title: str) -> None:

@@ -17,7 +17,16 @@ Must not know: how ranks are started, how a plan is printed.
 from __future__ import annotations
 
 from shardengine.planner.absent_ranks import AbsentMesh, EchoStore, Issued, Silent, SilentWire, absent_mesh
-from shardengine.planner.comparison import Comparison, Taken, compare, line_of, plan_amid, taken_by, watched
+from shardengine.planner.comparison import (
+    SETTLED_STEPS,
+    Comparison,
+    Taken,
+    compare,
+    line_of,
+    plan_amid,
+    taken_by,
+    watched,
+)
 from shardengine.planner.dry_engine import DryRun, Place, dry_run
 from shardengine.planner.hardware import Hardware, show_bytes
 from shardengine.planner.ledger import Ledger, Moment, highest
@@ -26,6 +35,7 @@ from shardengine.planner.memory_plan import Plan, Tier, plan, summary_of
 from shardengine.planner.no_values import NoValues, without_values, without_weights
 
 __all__ = [
+    "SETTLED_STEPS",
     "AbsentMesh",
     "Comparison",
     "DryRun",

@@ -3,15 +3,18 @@
 Owns: that planning leaves a run as it was, what is measured, the sentence on what was exceeded. Must not know: what a
 run does, who prints.
 
-[Note: What is measured] On a GPU the peak is that of CUDA's allocator. A CPU's allocator tells none, and resident memory
-has in it what libraries take and what was freed and kept. So there one step may be ``watched``: counted from outside as
-a dry run is, with the pool's buffers in full. That costs some microseconds per operation, in this step alone. Where no
-peak is known, what rests between steps is compared.
+[Note: What is measured] On a GPU the peak is that of CUDA's allocator. A CPU's allocator tells none, and resident
+memory has in it what libraries take and what was freed and kept. So there one step may be ``watched``: counted from
+outside as a dry run is, with the pool's buffers in full. That costs some microseconds per operation, in this step
+alone. Where no peak is known, what rests between steps is compared.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
+import random
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -44,6 +47,8 @@ from shardengine.planner.memory_plan import Plan, plan
 
 TOLERANCE = 0.03
 """The part of a plan by which a run may exceed it without a word."""
+SETTLED_STEPS = 12
+"""Steps by which a rank has waited for others everywhere, so that no buffer is made any more."""
 _POOLED = "pooled"
 _UNNAMED = {FORWARD: ACTIVATIONS, BACKWARD: ACTIVATIONS, STEP: BUFFERS}
 """What was made in a phase, and nobody has named, is."""
@@ -54,31 +59,51 @@ def plan_amid(
     model: nn.Module,
     config: Config,
     where: Hardware,
-    batch: Mapping[str, Any],
+    batch: Callable[[], Mapping[str, Any]],
     *,
     loss: Callable[[Any], Tensor] = batches.loss_of,
     **options: Any,
 ) -> Plan | str:
-    """``plan`` in a process that is going to train: random numbers, logs, the model and its modes are left as they were,
-    no monitor is written. A text says why there is none, in a few words: no plan is no reason to end a run."""
+    """``plan`` in a process that is going to train: random numbers, logs, the model and its modes stay as they were, no
+    monitor is written. A text says why there is no plan, in a few words: that is no reason to end a run.
+
+    batch: makes a micro-batch.
+    """
     log = logging.getLogger("shardengine")
     level, modes = log.level, [(module, module.training) for module in model.modules()]
     config = replace(config, notices=(), monitor=MonitorConfig())
+    found: Plan | str
     try:
         log.setLevel(logging.CRITICAL)
         model.train()
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        with _same_random_numbers(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return plan(model, config, where, batch=batch, loss=loss, **options)
+            found = plan(model, config, where, batch=batch(), loss=loss, **options)
     except UsageError as error:
-        return str(error).removeprefix("plan: ").partition(": expected")[0][:_LONGEST_REASON]
+        found = str(error).removeprefix("plan: ").partition(": expected")[0][:_LONGEST_REASON]
     except Exception as error:
-        first = next(iter(str(error).splitlines()), "")
-        return f"{type(error).__name__}: {first}"[:_LONGEST_REASON]
+        found = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"[:_LONGEST_REASON]
     finally:
         log.setLevel(level)
         for module, trains in modes:
-            module.training = trains
+            vars(module)["training"] = trains
+    if isinstance(found, str):
+        gc.collect()  # an engine that was not closed, and its thread
+    return found
+
+
+@contextmanager
+def _same_random_numbers() -> Iterator[None]:
+    """What is drawn afterwards is what would have been drawn: by torch on the host, Python and numpy."""
+    numbers: Any = sys.modules.get("numpy")
+    python, array = random.getstate(), None if numbers is None else numbers.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            if array is not None:
+                numbers.random.set_state(array)
 
 
 def line_of(found: Plan | str) -> str:
@@ -121,7 +146,8 @@ def watched(engine: Engine) -> Iterator[Taken]:
     def take(*args: Any, **kwargs: Any) -> Tensor:
         return ledger.name(taken(*args, **kwargs), _POOLED)
 
-    taken, ledger.phase = pool.take, FORWARD
+    taken = pool.take
+    ledger.begin(FORWARD)
     with (
         patch.object(engine, "backward", in_phase(BACKWARD, engine.backward)),
         patch.object(engine, "step", in_phase(STEP, engine.step)),
@@ -151,7 +177,7 @@ def rests_of(engine: Engine) -> Counter[str]:
     """What is on the device between two steps, by kind; on a CPU all that is in memory."""
     core = engine._core
     states = Counter() if engine.optimizer is None else engine.optimizer.state_bytes()
-    found = Counter({WEIGHTS: core.weight_bytes(), STATES: states, BUFFERS: core.reducer.gradient_bytes()})
+    found = {WEIGHTS: core.weight_bytes(), STATES: states, BUFFERS: core.reducer.gradient_bytes()}
     tiers = ("device",) if core.mesh.platform.is_apart else ("device", "cpu")
     parts = Counter({kind: sum(bytes_[tier] for tier in tiers) for kind, bytes_ in found.items()})
     parts[BUFFERS] += core.pool.device_bytes + (0 if core.mesh.platform.is_apart else core.tiers.buffer_bytes)
@@ -209,9 +235,9 @@ def compare(found: Plan, taken: Taken) -> Comparison:
 
 
 def _more(taken: Mapping[str, int], planned: Mapping[str, int]) -> dict[str, int]:
-    """By kind; what nobody takes for anything, and the batch, are activations."""
-    kinds = [kind for kind in (WEIGHTS, STATES, BUFFERS, ACTIVATIONS) if kind in taken]
-    found = {kind: taken.get(kind, 0) - planned.get(kind, 0) for kind in kinds}
-    if ACTIVATIONS in found:
-        found[ACTIVATIONS] -= planned.get(MODEL, 0)
-    return found
+    """By kind. What is there before a step and nobody keeps, as a batch, is with the activations."""
+    both = [Counter(each) for each in (taken, planned)]
+    for each in both:
+        each[ACTIVATIONS] += each[MODEL]
+    kinds = [kind for kind in (WEIGHTS, STATES, BUFFERS, ACTIVATIONS) if kind != ACTIVATIONS or kind in taken]
+    return {kind: both[0][kind] - both[1][kind] for kind in kinds}

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from shardengine.comm import devices
 from shardengine.config import Config
 from shardengine.planner.hardware import Hardware
 
@@ -19,11 +20,14 @@ _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory
 """Where a container's share of the memory is written, in the two versions that there are."""
 
 
-def this_machine(device: torch.device, ranks: int, node_ranks: int | None, config: Config) -> Hardware:
-    """For ``ranks`` ranks like this one. device: on which this one computes · node_ranks: on this machine, None: all ·
-    config: says whether there is a disk, and where. All memory counts, also what others use at the moment.
+def this_machine(device: torch.device, ranks: int, config: Config) -> Hardware:
+    """For ``ranks`` ranks like this one, as many on each machine as the launcher says, or all on this one.
+
+    device: on which this one computes · config: says whether there is a disk, and where. All memory counts, also what
+    others use at the moment.
     """
-    here, host = node_ranks or ranks, host_bytes()
+    said = os.environ.get(devices.LOCAL_SIZE, "")
+    here, host = int(said) if said.isdecimal() and int(said) else ranks, host_bytes()
     here = here if ranks % here == 0 else ranks
     disk = _disk_bytes(config)
     if device.type == "cpu":
