@@ -114,8 +114,8 @@ def line_of(found: Plan | str) -> str:
     for tier in found.tiers:
         need = max(tier.peak, tier.initialize)
         has = "" if tier.has is None else f" of {show_bytes(tier.has)}"
-        tiers.append(f"{tier.name} {show_bytes(need)}{has}{'' if tier.fits else ', which does not fit'}")
-    return f"{'; '.join(tiers)} per rank at most"
+        tiers.append(f"{tier.name} {show_bytes(need)}{has}{'' if tier.fits else ' (does not fit)'}")
+    return f"{', '.join(tiers)} at most per rank"
 
 
 @dataclass

@@ -330,7 +330,7 @@ def test_train_end_to_end(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixt
         "sample after",
     ):
         assert words in out
-    assert re.search(r"\nplan: +memory [\d.]+ [kM]B of [\d.]+ GB per rank at most\n", out), out
+    assert re.search(r"\nplan: +memory [\d.]+ [kM]B of [\d.]+ GB at most per rank\n", out), out
     plan = re.search(
         r"\nplan: +([\d.]+) ([kM]B) planned, ([\d.]+) \2 measured at most \(.*%\) on rank 0, in step 6\n", out
     )
@@ -379,7 +379,7 @@ def test_a_plan_changes_no_bit_and_may_be_left_out(
     with_plan = alone("with")
     assert re.findall(r"^plan: .*", said := capsys.readouterr().out, re.MULTILINE), said
     assert re.search(
-        r"^plan: +(\S+ \S+) planned, \1 measured at most \(\+0.0%\) on rank 0, in step 3$", said, re.MULTILINE
+        r"^plan: +(\S+ \S+) planned, \1 measured at most \(\+0.\d%\) on rank 0, in step 3$", said, re.MULTILINE
     )
     assert "exceeded" not in said
     without = alone("without", plan=False)

@@ -142,7 +142,7 @@ def test_what_was_planned_and_measured_is_logged_where_somebody_hears_it(runs: R
     first, second = runs.said("planned", 3)
     (kept, log), (exceeded, _), (refused, _), (silent, same) = first
     planned, measured = kept
-    assert re.fullmatch(r"INFO plan: memory [\d.]+ kB of [\d.]+ GB per rank at most", planned)
+    assert re.fullmatch(r"INFO plan: memory [\d.]+ kB of [\d.]+ GB at most per rank", planned)
     found = re.fullmatch(r"INFO plan: ([\d.]+) kB planned, ([\d.]+) kB measured at most \(\S+%\)", measured)
     assert found is not None, measured
     bytes_ = [float(each) for each in found.groups()]  # a bucket is a part of so small a run, and may not be needed

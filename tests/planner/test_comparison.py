@@ -6,9 +6,12 @@ from __future__ import annotations
 import json
 import logging
 import random
+import re
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -189,6 +192,7 @@ def test_why_there_is_no_plan_is_said_in_a_few_words() -> None:
     asks = plan_amid(mixtral("eager"), config_of(Case("Mixtral", 2, "2")), where, batch)
     assert asks == "the model asks for what only data says (aten.nonzero.default)"
     assert line_of(asks) == f"none: {asks}"
+    assert set(threading.enumerate()) == threads  # of the engine that was not closed there is none left
 
     def no_batch() -> Any:
         raise ValueError("no rows\nat all")
@@ -201,7 +205,6 @@ def test_why_there_is_no_plan_is_said_in_a_few_words() -> None:
 
     found = plan_amid(Uncopied(), config_of(Case("", 2, "2")), where, lambda: {"x": torch.zeros(2, 8)})
     assert found == "RuntimeError: one of a kind"
-    assert set(threading.enumerate()) == threads
     assert isinstance(planned(RUN["stage 0"]), Plan)  # nothing of those that failed is in the way
 
 
@@ -234,3 +237,17 @@ def test_a_disk_is_where_the_config_has_it(tmp_path: Path) -> None:
     found = this_machine(CPU, 2, config)
     assert found.disk_bytes and found.disk_bytes > 0 and not place.exists()
     assert json.dumps(found.per_rank(found.disk_bytes))
+
+
+def test_a_gpu_of_this_machine_has_a_host_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=8_000_000_000))
+    case = RUN["stage 2, accumulated"]
+    where = this_machine(torch.device("cuda", 0), 4, config_of(case))
+    assert where.is_gpu and where.device_bytes == 8_000_000_000 and where.host_bytes == machine_module.host_bytes()
+    small = SMALL[case.model]
+    found = plan_amid(small.make(), config_of(case), replace(where, host_bytes=1000), small.batch, loss=loss_of)
+    assert isinstance(found, Plan), found
+    assert re.fullmatch(
+        r"GPU [\d.]+ MB of 6.9 GB, host [\d.]+ kB of 500 B \(does not fit\) at most per rank", line_of(found)
+    )
