@@ -15,6 +15,7 @@ import gc
 import logging
 import random
 import sys
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -53,6 +54,8 @@ _POOLED = "pooled"
 _UNNAMED = {FORWARD: ACTIVATIONS, BACKWARD: ACTIVATIONS, STEP: BUFFERS}
 """What was made in a phase, and nobody has named, is."""
 _LONGEST_REASON = 120
+_PATIENCE = 0.25
+"""The part of ``timeout_s`` for which other ranks may wait for a plan."""
 
 
 def plan_amid(
@@ -67,18 +70,21 @@ def plan_amid(
     """``plan`` in a process that is going to train: random numbers, logs, the model and its modes stay as they were, no
     monitor is written. A text says why there is no plan, in a few words: that is no reason to end a run.
 
-    batch: makes a micro-batch.
+    batch: makes a micro-batch. Other ranks may wait meanwhile: it ends when a part of ``timeout_s`` is over, and of
+    micro-batches that are added up two are enough.
     """
     log = logging.getLogger("shardengine")
     level, modes = log.level, [(module, module.training) for module in model.modules()]
-    config = replace(config, notices=(), monitor=MonitorConfig())
+    config = replace(_of_two(config, where.ranks), notices=(), monitor=MonitorConfig())
     found: Plan | str
     try:
         log.setLevel(logging.CRITICAL)
         model.train()
         with _same_random_numbers(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = plan(model, config, where, batch=batch(), loss=loss, **options)
+            found = plan(
+                model, config, where, batch=batch(), loss=_in_time(loss, _PATIENCE * config.timeout_s), **options
+            )
     except UsageError as error:
         found = str(error).removeprefix("plan: ").partition(": expected")[0][:_LONGEST_REASON]
     except Exception as error:
@@ -90,6 +96,25 @@ def plan_amid(
     if isinstance(found, str):
         gc.collect()  # an engine that was not closed, and its thread
     return found
+
+
+def _of_two(config: Config, ranks: int) -> Config:
+    """With two micro-batches a step where there are more: each later one finds what the second has found."""
+    config = config.resolve_batch(ranks)
+    micro, steps = config.train_micro_batch_size_per_gpu or 1, min(2, config.gradient_accumulation_steps or 1)
+    return replace(config, gradient_accumulation_steps=steps, train_batch_size=micro * steps * ranks)
+
+
+def _in_time(loss: Callable[[Any], Tensor], seconds: float) -> Callable[[Any], Tensor]:
+    """``loss``, and ``UsageError`` when so many seconds are over."""
+    end = time.monotonic() + seconds
+
+    def asked(returned: Any) -> Tensor:
+        if time.monotonic() > end:
+            raise UsageError(f"plan: it takes more than {seconds:g} s: expected a smaller model, or a plan made before")
+        return loss(returned)
+
+    return asked
 
 
 @contextmanager

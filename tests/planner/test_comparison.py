@@ -23,7 +23,18 @@ import shardengine
 from benchmarks.plan import counted, highest_of, loss_of
 from benchmarks.plan_cases import Case
 from shardengine.config import load_config
-from shardengine.planner import Hardware, Plan, Taken, compare, line_of, plan_amid, taken_by, this_machine, watched
+from shardengine.planner import (
+    Hardware,
+    Plan,
+    Taken,
+    compare,
+    line_of,
+    plan,
+    plan_amid,
+    taken_by,
+    this_machine,
+    watched,
+)
 from shardengine.planner import machine as machine_module
 from tests.planner.test_memory import BUCKET, SMALL, TOKENS, mixtral
 from tests.support.forks import Forks
@@ -194,6 +205,9 @@ def test_why_there_is_no_plan_is_said_in_a_few_words() -> None:
     assert line_of(asks) == f"none: {asks}"
     assert set(threading.enumerate()) == threads  # of the engine that was not closed there is none left
 
+    late = plan_amid(SMALL["Llama"].make(), config_of(Case("Llama", 2, "2"), timeout_s=0.004), where, batch)
+    assert late == "it takes more than 0.001 s"
+
     def no_batch() -> Any:
         raise ValueError("no rows\nat all")
 
@@ -206,6 +220,23 @@ def test_why_there_is_no_plan_is_said_in_a_few_words() -> None:
     found = plan_amid(Uncopied(), config_of(Case("", 2, "2")), where, lambda: {"x": torch.zeros(2, 8)})
     assert found == "RuntimeError: one of a kind"
     assert isinstance(planned(RUN["stage 0"]), Plan)  # nothing of those that failed is in the way
+
+
+@pytest.mark.parametrize("stage", ["0", "2", "3"])
+def test_of_many_micro_batches_two_are_planned(stage: str) -> None:
+    case = Case("Llama", 2, stage, micros=5, bucket=BUCKET)
+    small, where = SMALL["Llama"], Hardware(2, 1 << 34, is_gpu=False)
+    seen: list[int] = []
+
+    def counting(returned: Any) -> Any:
+        seen.append(0)
+        return loss_of(returned)
+
+    whole = plan(small.make(), config_of(case), where, batch=small.batch(), loss=loss_of)
+    found = plan_amid(small.make(), config_of(case), where, small.batch, loss=counting)
+    assert isinstance(found, Plan) and len(seen) % 2 == 0 and len(seen) < 10
+    assert found.device.peak == pytest.approx(whole.device.peak, rel=1e-5)
+    assert found.timeline[-1].bytes == pytest.approx(whole.timeline[-1].bytes, rel=1e-5)
 
 
 # This machine
