@@ -192,7 +192,7 @@ def test_planning_amid_a_run_leaves_it_as_it_was(tmp_path: Path) -> None:
     assert isinstance(found, Plan), found
     assert torch.equal(state, torch.get_rng_state()) and random.getstate() == python
     assert all(numpy.array_equal(one, other) for one, other in zip(array, numpy.random.get_state(), strict=True))
-    assert log.level == level and set(threading.enumerate()) == threads
+    assert log.level == level and set(threading.enumerate()) <= threads
     assert (model.training, model.layer.training, model.rest.training) == (False, False, True)
     assert not list(tmp_path.iterdir())
 
@@ -203,7 +203,7 @@ def test_why_there_is_no_plan_is_said_in_a_few_words() -> None:
     asks = plan_amid(mixtral("eager"), config_of(Case("Mixtral", 2, "2")), where, batch)
     assert asks == "the model asks for what only data says (aten.nonzero.default)"
     assert line_of(asks) == f"none: {asks}"
-    assert set(threading.enumerate()) == threads  # of the engine that was not closed there is none left
+    assert set(threading.enumerate()) <= threads  # of the engine that was not closed there is none left
 
     late = plan_amid(SMALL["Llama"].make(), config_of(Case("Llama", 2, "2"), timeout_s=0.004), where, batch)
     assert late == "it takes more than 0.001 s"
