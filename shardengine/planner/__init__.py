@@ -2,6 +2,8 @@
 
 memory_plan   `shardengine.plan`: what each tier needs, and whether it fits
 hardware      what there is, as people write it
+machine       what there is, here
+comparison    a plan beside the run for which it was made
 batches       a micro-batch for a model of transformers
 dry_engine    some steps of an engine as one rank of many
 no_disk       a file of the tiers that keeps nothing
@@ -15,14 +17,27 @@ Must not know: how ranks are started, how a plan is printed.
 from __future__ import annotations
 
 from shardengine.planner.absent_ranks import AbsentMesh, EchoStore, Issued, Silent, SilentWire, absent_mesh
+from shardengine.planner.comparison import (
+    SETTLED_STEPS,
+    Comparison,
+    Taken,
+    compare,
+    line_of,
+    plan_amid,
+    taken_by,
+    watched,
+)
 from shardengine.planner.dry_engine import DryRun, Place, dry_run
 from shardengine.planner.hardware import Hardware, show_bytes
 from shardengine.planner.ledger import Ledger, Moment, highest
+from shardengine.planner.machine import this_machine
 from shardengine.planner.memory_plan import Plan, Tier, plan, summary_of
 from shardengine.planner.no_values import NoValues, without_values, without_weights
 
 __all__ = [
+    "SETTLED_STEPS",
     "AbsentMesh",
+    "Comparison",
     "DryRun",
     "EchoStore",
     "Hardware",
@@ -34,13 +49,20 @@ __all__ = [
     "Plan",
     "Silent",
     "SilentWire",
+    "Taken",
     "Tier",
     "absent_mesh",
+    "compare",
     "dry_run",
     "highest",
+    "line_of",
     "plan",
+    "plan_amid",
     "show_bytes",
     "summary_of",
+    "taken_by",
+    "this_machine",
+    "watched",
     "without_values",
     "without_weights",
 ]
