@@ -98,7 +98,7 @@ def implementation(device: torch.device) -> ModuleType | None:
     is. SHARDENGINE_NATIVE and SHARDENGINE_ISA are ``native.library``'s. Ranks of one engine agree (``offer``).
     """
     if _without:
-        return _without[-1]  # type: ignore[no-any-return]
+        return _without[-1]
     if device.type == "meta":
         return meta
     if _is_tritons(device.type):

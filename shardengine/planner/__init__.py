@@ -8,6 +8,11 @@ no_disk       a file of the tiers that keeps nothing
 no_values     tensors that have shapes and no values
 absent_ranks  what the other ranks would answer
 ledger        what is alive when
+costs         FLOPs and bytes of an operation
+tape          what takes time in a step, in order
+rates         how fast hardware is, as it is said
+calibration   how fast this machine is, measured
+replay        when what is on a tape happens
 
 Must not know: how ranks are started, how a plan is printed.
 """
@@ -15,11 +20,15 @@ Must not know: how ranks are started, how a plan is printed.
 from __future__ import annotations
 
 from shardengine.planner.absent_ranks import AbsentMesh, EchoStore, Issued, Silent, SilentWire, absent_mesh
+from shardengine.planner.calibration import measured
 from shardengine.planner.dry_engine import DryRun, Place, dry_run
-from shardengine.planner.hardware import Hardware, show_bytes
+from shardengine.planner.hardware import Hardware, Link, show_bytes
 from shardengine.planner.ledger import Ledger, Moment, highest
 from shardengine.planner.memory_plan import Plan, Tier, plan, summary_of
 from shardengine.planner.no_values import NoValues, without_values, without_weights
+from shardengine.planner.rates import Rates
+from shardengine.planner.replay import Part, Times, simulate
+from shardengine.planner.tape import Tape
 
 __all__ = [
     "AbsentMesh",
@@ -28,18 +37,25 @@ __all__ = [
     "Hardware",
     "Issued",
     "Ledger",
+    "Link",
     "Moment",
     "NoValues",
+    "Part",
     "Place",
     "Plan",
+    "Rates",
     "Silent",
     "SilentWire",
+    "Tape",
     "Tier",
+    "Times",
     "absent_mesh",
     "dry_run",
     "highest",
+    "measured",
     "plan",
     "show_bytes",
+    "simulate",
     "summary_of",
     "without_values",
     "without_weights",

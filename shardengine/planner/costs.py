@@ -1,9 +1,9 @@
-"""What an operation costs, whoever carries it out: its floating-point operations, and the bytes that it reads and writes.
+"""What an operation costs, whoever carries it out: its FLOPs, and the bytes that it reads and writes.
 
 Owns: formulas. Must not know: how fast anything is, when it happens.
 
-FLOPs are torch's own formulas (``torch.utils.flop_counter``), and ours where a CPU's operation has none. Bytes are those
-of each tensor once as often as it is read or written: what stays in a cache between two operations counts, too. What
+FLOPs are torch's own formulas (``torch.utils.flop_counter``), and ours where a CPU's operation has none. Bytes are
+those of each tensor, as often as it is read or written: what stays in a cache between two operations counts, too. What
 shows the memory of another tensor, or takes some without filling it, is no work.
 """
 
@@ -44,7 +44,9 @@ def name_of(func: Any) -> str:
 @cache
 def is_work(func: Any) -> bool:
     """Whether it takes time that depends on its tensors."""
-    return not (func.is_view or func.namespace == "prim" or _NO_WORK.search(name_of(func)) or name_of(func) == "_unsafe_view")
+    return not (
+        func.is_view or func.namespace == "prim" or _NO_WORK.search(name_of(func)) or name_of(func) == "_unsafe_view"
+    )
 
 
 def flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int | None:
@@ -67,12 +69,11 @@ def _needs_formula(func: Any) -> bool:
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    return flop_counter.sdpa_flop_count(query.shape, key.shape, value.shape)  # type: ignore[no-any-return]
+    return flop_counter.sdpa_flop_count(query.shape, key.shape, value.shape)
 
 
 def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    found = flop_counter.sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
-    return found  # type: ignore[no-any-return]
+    return flop_counter.sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
 
 
 def _grouped(left: Tensor, right: Tensor, *_: Any, out_val: Tensor, **__: Any) -> int:

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardengine.comm import GroupName, Mesh
 from shardengine.engine import Engine, initialize
 from shardengine.errors import ShardEngineError, UsageError
-from shardengine.comm import GroupName, Mesh
 from shardengine.offload import HOST, CopyStream, Done, Fetched, Platform
 from shardengine.planner.absent_ranks import Issued, SilentWire, absent_mesh
 from shardengine.planner.ledger import Ledger, Moment, highest
@@ -212,9 +212,7 @@ def dry_run(
     """
     began = time.perf_counter()
     ledger = Ledger(grain=place.grain or (CUDA_GRAIN if place.apart else 1))
-    recorder = Recorder(
-        place.apart, lambda each: ledger.kind_of(each).startswith(_HOST_SIDE), lambda: ledger.phase
-    )
+    recorder = Recorder(place.apart, lambda each: ledger.kind_of(each).startswith(_HOST_SIDE), lambda: ledger.phase)
     wire = SilentWire(place.ranks, recorder, host_waits=not place.apart)
     with ExitStack() as last:
         last.enter_context(_without_collections())

@@ -57,7 +57,7 @@ class Hardware:
     is_gpu: bool = True
     link: Link | None = None
     node_link: Link | None = None
-    flops: Mapping[str, float] = field(default_factory=dict)
+    flops: Mapping[str, float] = field(default_factory=dict, hash=False)
     memory_speed: float | None = None
     disk_speed: float | None = None
 
@@ -88,13 +88,13 @@ class Hardware:
         host = None if host_memory is None else parse_bytes(host_memory, "host memory")
         size, _, speed = (nvme or "").partition("@")
         disk = None if nvme is None else parse_bytes(size, "nvme")
-        links = {name: Link.parse(text, name) for name in ("link", "node_link") if (text := speeds.get(name))}
-        memory = speeds.get("memory")
+        found = {name: Link.parse(text, name) for name, text in speeds.items() if text and name != "tflops"}
+        on_disk = Link.parse(speed, "nvme") if speed else None
         return cls(
-            int(match[1] or 1), parse_bytes(match[2], "gpus"), host, disk, node_ranks, **links,
-            flops=_parse_flops(speeds.get("tflops")),
-            memory_speed=Link.parse(memory, "memory").bytes_per_s if memory else None,
-            disk_speed=Link.parse(speed, "nvme").bytes_per_s if speed else None,
+            int(match[1] or 1), parse_bytes(match[2], "gpus"), host, disk, node_ranks, link=found.get("link"),
+            node_link=found.get("node_link"), flops=_parse_flops(speeds.get("tflops")),
+            memory_speed=found["memory"].bytes_per_s if "memory" in found else None,
+            disk_speed=None if on_disk is None else on_disk.bytes_per_s,
         )  # fmt: skip
 
     @property

@@ -1,10 +1,11 @@
-"""``shardengine.plan``: what a run needs of every tier's memory, and whether it fits.
+"""``shardengine.plan``: what a run needs of every tier's memory, whether it fits, how long a step lasts.
 
 Owns: the result, what of it is said. Must not know: how bytes are counted (dry_engine), command lines.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from shardengine.planner.dry_engine import FORWARD, INITIALIZE, STATES, STEP, Dr
 from shardengine.planner.hardware import Hardware, show_bytes
 from shardengine.planner.ledger import Moment
 from shardengine.planner.no_values import NoValues, without_weights
+from shardengine.planner.rates import Rates
+from shardengine.planner.replay import Times, simulate
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,8 @@ class Plan:
     the config has the tier nvme.
 
     config: with defaults, for this number of ranks · parameters: of the model · shape: of a micro-batch's first tensor
-    · timeline: after each event of initialize and of the steps what is alive on the device · seconds: that it took.
+    · timeline: after each event of initialize and of the steps what is alive on the device · seconds: that it took ·
+    time: of a step, where something is known of how fast the hardware is.
     """
 
     hardware: Hardware
@@ -61,6 +65,7 @@ class Plan:
     disk: Tier | None
     timeline: list[Moment]
     seconds: float
+    time: Times | None = None
 
     @property
     def tiers(self) -> list[Tier]:
@@ -104,6 +109,7 @@ class Plan:
                 for tier in self.tiers
             },
             "seconds": self.seconds,
+            "time": None if self.time is None else self.time.as_dict(),
         }  # fmt: skip
 
 
@@ -115,14 +121,16 @@ def plan(
     batch: Mapping[str, Any] | None = None,
     length: int | None = None,
     loss: Callable[[Any], Tensor] = batches.loss_of,
+    rates: Rates | None = None,
     **options: Any,
 ) -> Plan:
     """What a rank of a run with ``initialize(model, config)`` needs, without a GPU, weights or other ranks.
 
     model: it stays as it is, with or without weights; or a function that makes one · hardware: "4x24GB", or a
     ``Hardware`` · batch: a micro-batch, as ``engine(**batch)`` gets it; default zeros for a model of transformers, of
-    ``train_micro_batch_size_per_gpu`` samples and ``length`` tokens · loss: of what forward returns · options:
-    ``initialize``'s (optimizer, …).
+    ``train_micro_batch_size_per_gpu`` samples and ``length`` tokens · loss: of what forward returns · rates: how fast
+    the hardware is; default ``Rates.given`` where ``hardware`` says something of its speeds · options: ``initialize``'s
+    (optimizer, …).
 
     The engine runs some steps dry (docs/decisions.md): what the model's own code makes is counted, whatever it is. The
     rank is one in the middle. ``UsageError`` where that code asks for values that only data has.
@@ -146,7 +154,10 @@ def plan(
         return copied
 
     run = dry_run(make, lambda: made[0], resolved, place, loss, options)
-    return _plan_of(run, where, place.rank, made[0])
+    if rates is None and where.has_speeds:
+        rates = Rates.given(where)
+    time = None if rates is None else simulate(run.tape, rates, where.ranks)
+    return dataclasses.replace(_plan_of(run, where, place.rank, made[0]), time=time)
 
 
 def _made(model: Any) -> nn.Module:

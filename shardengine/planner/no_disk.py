@@ -36,8 +36,8 @@ class _Late(IORequest):
 
 
 class NoDisk:
-    """As ``ExtentFile``. bytes: that it would have · map_bytes: makes the memory that shows an extent · recorder: writes
-    transfers down."""
+    """As ``ExtentFile``. bytes: that it would have · map_bytes: makes the memory that shows an extent · recorder:
+    writes transfers down."""
 
     def __init__(self, folder: Path, map_bytes: Callable[[int], Tensor], recorder: Recorder) -> None:
         self.path = folder / "planned"

@@ -15,13 +15,11 @@ between nodes for each rank, and an exchange of parts (N-n)/N.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shardengine.comm import GroupName, GroupSpeed
-from shardengine.errors import UsageError
 from shardengine.planner.hardware import Hardware, Link
 from shardengine.planner.tape import Begin, Call, Copy, Transfer
 
@@ -30,16 +28,16 @@ A_GPU: Mapping[str, float] = {
     "copies": 25e9, "disk": 3e9, "host memory": 20e9,
     "matrix share": 0.55, "memory share": 0.75, "operation": 4e-6, "exchange": 100e-6,
 }  # fmt: skip
-"""Declared of a GPU of which nobody says more, by the data sheet of an A100 of 80 GB: FLOP/s by dtype (without TF32) and
-bytes/s of its memory; bytes/s of copies to and from the host each (PCIe 4), of a disk and, for a rank, of the host's
-memory; the shares of limits that products and other operations reach; the least seconds of an operation; the seconds of
-an exchange of the host's messages."""
+"""Declared of a GPU of which nobody says more, by the data sheet of an A100 of 80 GB: FLOP/s by dtype (without TF32)
+and bytes/s of its memory; bytes/s of copies to and from the host each (PCIe 4), of a disk and, for a rank, of the
+host's memory; the shares of limits that products and other operations reach; the least seconds of an operation; the
+seconds of an exchange of the host's messages."""
 NODE_LINK, LINK = Link(200e9, 10e-6), Link(25e9, 20e-6)
 """Declared of a rank in a node, and between nodes, where nobody says more."""
 HIDDEN_BY_CPU = 0.125
 """Part of a collective's time that computation hides where the same processors do both (docs/limits.md)."""
-COMPUTE, HOST_STEP, TO_HOST, TO_DEVICE, DISK, BESIDE = (
-    "compute", "host step", "copies to host", "copies to device", "disk", "other streams"
+COMPUTE, HOST_STEP, TO_HOST, TO_DEVICE, DISK, BESIDE, PYTHON = (
+    "compute", "host step", "copies to host", "copies to device", "disk", "other streams", "Python"
 )  # fmt: skip
 NODE, NETWORK, CONTROL = "links in a node", "links between nodes", "control"
 
@@ -55,11 +53,12 @@ class Speed(NamedTuple):
 @dataclass(frozen=True)
 class Rates:
     """flops: FLOP/s by dtype, memory: bytes/s: limits · matrix_share, memory_share: what operations reach of them ·
-    operation_s: the least that one takes · kernels: bytes/s of kernels of the engine on a CPU, by name and dtype ·
-    calls: seconds of single operations, which were measured · groups: fits of collectives, by group · node_link, link:
-    else · node_ranks: ranks of a node, 0: all · exchange_s: of the host's messages · copies: bytes/s to the host, and to
-    the device · disk: bytes/s · host_memory: bytes/s of a rank's step on the host · cores: of a node, for its ranks,
-    where the device is the CPU, 0: enough · issue_s: of the host, for each collective · assumed: what nobody has said.
+    operation_s: the least that one takes · calls: seconds of single operations, which were measured · groups: fits of
+    collectives, by group · node_link, link: where there is no fit · node_ranks: ranks of a node, 0: all · exchange_s:
+    of the host's messages · copies: bytes/s to the host, and to the device · disk: bytes/s of a node's · host_memory:
+    bytes/s of a rank's step on the host · cores: of a node, for its ranks, where the device is the CPU, 0: enough ·
+    dispatch_s: of Python for each operation that torch is asked for, bucket_s: for each collective and kernel of the
+    engine; both where the device is the CPU · assumed: what nobody has said.
     """
 
     flops: Mapping[str, float]
@@ -67,7 +66,6 @@ class Rates:
     matrix_share: float = 1.0
     memory_share: float = 1.0
     operation_s: float = 0.0
-    kernels: Mapping[str, float] = field(default_factory=dict)
     calls: Mapping[Call, float] = field(default_factory=dict, repr=False)
     groups: Mapping[str, GroupSpeed] = field(default_factory=dict)
     node_link: Link = NODE_LINK
@@ -78,7 +76,8 @@ class Rates:
     disk: float = A_GPU["disk"]
     host_memory: float = A_GPU["host memory"]
     cores: int = 0
-    issue_s: float = 0.0
+    dispatch_s: float = 0.0
+    bucket_s: float = 0.0
     assumed: Sequence[str] = ()
 
     @classmethod
@@ -115,8 +114,6 @@ class Rates:
             return measured
         if on_host:
             return call.bytes / self.host_memory
-        if (speed := self.kernels.get(f"{call.name} {call.dtype}")) is not None:
-            return max(call.bytes / speed, self.operation_s)
         products = self.limit_of(call) / self.matrix_share
         return max(products, call.bytes / (self.memory * self.memory_share), self.operation_s)
 

@@ -51,10 +51,12 @@ class Shape(NamedTuple):
 
 
 class Compute(NamedTuple):
-    """An operation: its number among ``Tape.calls``. on_host: the host computes, where the device is apart."""
+    """An operation: its number among ``Tape.calls``. on_host: the host computes, where the device is apart · before:
+    dispatched since the last one, but no work: views and the like, which cost the host something."""
 
     call: int
     on_host: bool
+    before: int = 0
 
 
 class Begin(NamedTuple):
@@ -155,7 +157,6 @@ class Recorder(TorchDispatchMode):
 
         self._fake = FakeTensor
         self._apart, self._is_host, self._phase = apart, is_host, phase
-        self._on = False
         self._made = 0
         self.start()
         self.stop()
@@ -163,6 +164,7 @@ class Recorder(TorchDispatchMode):
     def start(self) -> None:
         """An empty tape."""
         self.tape = Tape(self._apart)
+        self._idle = 0
         self._known: dict[Any, int] = {}
         self._of_phase = ""
         self._on = True
@@ -205,7 +207,9 @@ class Recorder(TorchDispatchMode):
             return result
         if func is _READ and isinstance(args[0], self._fake):
             self._read(args[0])
-        elif costs.is_work(func):
+        elif not costs.is_work(func):
+            self._idle += func.namespace != "prim"
+        else:
             tensors = [*tensors_in(args), *tensors_in(tuple(kwargs.values())), *tensors_in(result)]
             if any(isinstance(each, self._fake) for each in tensors):
                 self._operation(func, args, kwargs, result, tensors)
@@ -239,7 +243,8 @@ class Recorder(TorchDispatchMode):
                 self.tape.unknown[made.name] = 0
         if (name := self.tape.calls[known].name) in self.tape.unknown:
             self.tape.unknown[name] += 1
-        self.note(Compute(known, True in sides))
+        self.note(Compute(known, True in sides, self._idle))
+        self._idle = 0
 
     def kernel(self, name: str, given: Mapping[str, Any], result: Any) -> None:
         """As ``kernels.Report``."""

@@ -1,0 +1,101 @@
+"""How fast this machine's CPU is, measured in a few seconds: rates for the time of a step on ranks of it.
+
+Owns: what is timed. Must not know: what overlaps, what is chosen by it.
+
+Matrices, passes over memory and the engine's kernels are timed at a size that is larger than caches; the operations of
+a tape each with their own shapes, which is the more exact. The shortest of some tries counts: whatever disturbs a
+machine makes a time longer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from shardengine import kernels
+from shardengine.comm import GroupSpeed
+from shardengine.planner.costs import DTYPES
+from shardengine.planner.rates import Rates
+from shardengine.planner.tape import Call, Shape, Tape
+
+TRIES, LEAST_S = 5, 2e-3
+"""Of one operation; it is repeated until it has been timed for so long."""
+_SIZES = (256, 512, 1024)
+_ELEMENTS = 1 << 22
+
+
+def measured(
+    tape: Tape | None = None,
+    *,
+    groups: Mapping[str, GroupSpeed] | None = None,
+    known: Mapping[Call, float] | None = None,
+    **more: Any,
+) -> Rates:
+    """Of this process's CPU, with the threads that torch uses now.
+
+    tape: its operations are timed, too · groups: fits of its collectives (``comm.group_speed``) · known: operations
+    that are timed already · more: further fields of ``Rates``.
+    """
+    flops = {name: _products(dtype) for dtype, name in DTYPES.items()}
+    memory = _passes()
+    calls = dict(known or {})
+    for call in tape.calls if tape is not None else ():
+        if call not in calls:
+            calls[call] = timed(call)
+    return Rates(flops, memory, operation_s=_smallest(), calls=calls, groups=groups or {}, host_memory=memory, **more)
+
+
+def timed(call: Call) -> float:
+    """Seconds of an operation with tensors of its shapes; what they hold is of no matter."""
+    what, shapes = call.example
+    given = pytree.tree_map(_made, shapes, is_leaf=lambda each: isinstance(each, Shape))
+    if call.kernel:
+        return _shortest(lambda: getattr(kernels, what)(**given))
+    args, kwargs = given
+    return _shortest(lambda: what(*args, **kwargs))
+
+
+def _made(each: Any) -> Any:
+    if not isinstance(each, Shape):
+        return each
+    made = torch.empty_strided(each.size, each.stride, dtype=each.dtype)
+    return made.zero_() if not each.dtype.is_floating_point else made.fill_(0.5)
+
+
+def _shortest(run: Callable[[], Any]) -> float:
+    with torch.no_grad():
+        run()
+        times: list[float] = []
+        while len(times) < TRIES and (len(times) < 2 or sum(times) < LEAST_S):
+            began = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def _products(dtype: torch.dtype) -> float:
+    """FLOP/s of the fastest size."""
+    found = 0.0
+    for size in _SIZES:
+        left = torch.ones(size, size, dtype=dtype)
+        seconds = _shortest(lambda left=left: left @ left)  # type: ignore[misc]
+        found = max(found, 2 * size**3 / seconds)
+        if seconds > 0.2:  # a dtype that this CPU knows badly
+            break
+    return found
+
+
+def _passes() -> float:
+    """Bytes/s of a sum."""
+    left, out = torch.ones(_ELEMENTS), torch.empty(_ELEMENTS)
+    return 3 * out.nbytes / _shortest(lambda: torch.add(left, left, out=out))
+
+
+def _smallest() -> float:
+    left: Tensor = torch.ones(1)
+    return _shortest(lambda: left + left)
