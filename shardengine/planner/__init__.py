@@ -20,7 +20,7 @@ Must not know: how ranks are started, how a plan is printed.
 from __future__ import annotations
 
 from shardengine.planner.absent_ranks import AbsentMesh, EchoStore, Issued, Silent, SilentWire, absent_mesh
-from shardengine.planner.calibration import measured
+from shardengine.planner.calibration import measured, measured_calls
 from shardengine.planner.dry_engine import DryRun, Place, dry_run
 from shardengine.planner.hardware import Hardware, Link, show_bytes
 from shardengine.planner.ledger import Ledger, Moment, highest
@@ -53,6 +53,7 @@ __all__ = [
     "dry_run",
     "highest",
     "measured",
+    "measured_calls",
     "plan",
     "show_bytes",
     "simulate",

@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardengine import kernels
 from shardengine.comm import GroupSpeed
@@ -25,6 +26,8 @@ from shardengine.planner.tape import Call, Shape, Tape
 
 TRIES, LEAST_S = 5, 2e-3
 """Of one operation; it is repeated until it has been timed for so long."""
+BUCKET_S = 5e-5
+"""Python around a collective, or a kernel of the engine."""
 _SIZES = (256, 512, 1024)
 _ELEMENTS = 1 << 22
 
@@ -43,11 +46,18 @@ def measured(
     """
     flops = {name: _products(dtype) for dtype, name in DTYPES.items()}
     memory = _passes()
-    calls = dict(known or {})
-    for call in tape.calls if tape is not None else ():
-        if call not in calls:
-            calls[call] = timed(call)
-    return Rates(flops, memory, operation_s=_smallest(), calls=calls, groups=groups or {}, host_memory=memory, **more)
+    calls = measured_calls(tape, known) if tape is not None else dict(known or {})
+    said = {"operation_s": _smallest(), "dispatch_s": _python(), "bucket_s": BUCKET_S, "host_memory": memory}
+    return Rates(flops, memory, calls=calls, groups=groups or {}, **{**said, **more})
+
+
+def measured_calls(tape: Tape, known: Mapping[Call, float] | None = None) -> dict[Call, float]:
+    """Seconds of each operation of ``tape`` that is not ``known``, and what is known."""
+    found = dict(known or {})
+    for call in tape.calls:
+        if call not in found:
+            found[call] = timed(call)
+    return found
 
 
 def timed(call: Call) -> float:
@@ -67,8 +77,8 @@ def _made(each: Any) -> Any:
     return made.zero_() if not each.dtype.is_floating_point else made.fill_(0.5)
 
 
-def _shortest(run: Callable[[], Any]) -> float:
-    with torch.no_grad():
+def _shortest(run: Callable[[], Any], *, grad: bool = False) -> float:
+    with torch.set_grad_enabled(grad):
         run()
         times: list[float] = []
         while len(times) < TRIES and (len(times) < 2 or sum(times) < LEAST_S):
@@ -99,3 +109,29 @@ def _passes() -> float:
 def _smallest() -> float:
     left: Tensor = torch.ones(1)
     return _shortest(lambda: left + left)
+
+
+class _Counted(TorchDispatchMode):
+    """How many operations torch is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _python() -> float:
+    """Seconds of Python and of autograd for each operation, forward and backward, of modules that compute next to
+    nothing, beside those of the operations."""
+    layers = (nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.SiLU()) for _ in range(16))
+    model, given = nn.Sequential(*layers), torch.ones(2, 8)
+
+    def train() -> None:
+        model(given).sum().backward()
+
+    with _Counted() as counted:
+        train()
+    return max(_shortest(train, grad=True) / counted.count - _smallest(), 0.0)
