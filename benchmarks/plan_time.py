@@ -4,8 +4,8 @@
 prints a table and writes ``benchmarks/results/plan_time-<machine>.json``. It wants an idle machine.
 
     measured   the median over rounds of the slowest rank's seconds, forward, backward and step
-    planned    the tape of a dry run as this rank, replayed with rates that the ranks measured just before: each operation
-               of the tapes alone, with its shapes, on all ranks at once; α and β of the engine's own groups
+    planned    the tape of a dry run as this rank, replayed with rates that the ranks measured just before: each
+               operation of the tapes alone, with its shapes, on all ranks at once; α and β of the engine's groups
     error      (planned − measured) / measured
     bound      the plan's: what no schedule of the same work can be faster than
     ranked     of all pairs of rows whose measured times differ by more than 5%, the share that the plan has in the
@@ -116,7 +116,7 @@ def _rates(tapes: Sequence[Any], engine: Any) -> Rates:
         groups[GroupName.REDUCE] = measure_reduction(collectives, torch.float32)
         groups[GroupName.GATHER] = measure_gathers(collectives, torch.float32)
     exchange = groups[GroupName.GATHER].latency_s if groups else 0.0
-    more = {"groups": groups, "cores": cores() if ranks > 1 else 0, "exchange_s": exchange}
+    more: dict[str, Any] = {"groups": groups, "cores": cores() if ranks > 1 else 0, "exchange_s": exchange}
     found = measured(tapes[0], **more)
     for tape in tapes[1:]:
         found = dataclasses.replace(found, calls=measured_calls(tape, known=found.calls))

@@ -3,12 +3,13 @@
 Owns: what is timed. Must not know: what overlaps, what is chosen by it.
 
 Matrices, passes over memory and the engine's kernels are timed at a size that is larger than caches; the operations of
-a tape each with their own shapes, which is the more exact. The shortest of some tries counts: whatever disturbs a
-machine makes a time longer.
+a tape each with their own shapes, which is the more exact. The median of some tries counts: a machine that others use,
+too, is as slow in training as it is here.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -65,9 +66,9 @@ def timed(call: Call) -> float:
     what, shapes = call.example
     given = pytree.tree_map(_made, shapes, is_leaf=lambda each: isinstance(each, Shape))
     if call.kernel:
-        return _shortest(lambda: getattr(kernels, what)(**given))
+        return _seconds(lambda: getattr(kernels, what)(**given))
     args, kwargs = given
-    return _shortest(lambda: what(*args, **kwargs))
+    return _seconds(lambda: what(*args, **kwargs))
 
 
 def _made(each: Any) -> Any:
@@ -77,7 +78,7 @@ def _made(each: Any) -> Any:
     return made.zero_() if not each.dtype.is_floating_point else made.fill_(0.5)
 
 
-def _shortest(run: Callable[[], Any], *, grad: bool = False) -> float:
+def _seconds(run: Callable[[], Any], *, grad: bool = False) -> float:
     with torch.set_grad_enabled(grad):
         run()
         times: list[float] = []
@@ -85,7 +86,7 @@ def _shortest(run: Callable[[], Any], *, grad: bool = False) -> float:
             began = time.perf_counter()
             run()
             times.append(time.perf_counter() - began)
-    return min(times)
+    return statistics.median(times)
 
 
 def _products(dtype: torch.dtype) -> float:
@@ -93,7 +94,7 @@ def _products(dtype: torch.dtype) -> float:
     found = 0.0
     for size in _SIZES:
         left = torch.ones(size, size, dtype=dtype)
-        seconds = _shortest(lambda left=left: left @ left)  # type: ignore[misc]
+        seconds = _seconds(lambda left=left: left @ left)  # type: ignore[misc]
         found = max(found, 2 * size**3 / seconds)
         if seconds > 0.2:  # a dtype that this CPU knows badly
             break
@@ -103,12 +104,12 @@ def _products(dtype: torch.dtype) -> float:
 def _passes() -> float:
     """Bytes/s of a sum."""
     left, out = torch.ones(_ELEMENTS), torch.empty(_ELEMENTS)
-    return 3 * out.nbytes / _shortest(lambda: torch.add(left, left, out=out))
+    return 3 * out.nbytes / _seconds(lambda: torch.add(left, left, out=out))
 
 
 def _smallest() -> float:
     left: Tensor = torch.ones(1)
-    return _shortest(lambda: left + left)
+    return _seconds(lambda: left + left)
 
 
 class _Counted(TorchDispatchMode):
@@ -134,4 +135,4 @@ def _python() -> float:
 
     with _Counted() as counted:
         train()
-    return max(_shortest(train, grad=True) / counted.count - _smallest(), 0.0)
+    return max(_seconds(train, grad=True) / counted.count - _smallest(), 0.0)

@@ -21,8 +21,19 @@ from shardengine.kernels import Spans
 from shardengine.planner import DryRun, Link, Part, Place, Rates, Tape, Times, dry_run, measured, simulate
 from shardengine.planner.calibration import timed
 from shardengine.planner.rates import (
-    A_GPU, BESIDE, COMPUTE, CONTROL, DISK, HIDDEN_BY_CPU, HOST_STEP, NETWORK, NODE, PYTHON, TO_DEVICE, TO_HOST,
-)  # fmt: skip
+    A_GPU,
+    BESIDE,
+    COMPUTE,
+    CONTROL,
+    DISK,
+    HIDDEN_BY_CPU,
+    HOST_STEP,
+    NETWORK,
+    NODE,
+    PYTHON,
+    TO_DEVICE,
+    TO_HOST,
+)
 from shardengine.planner.tape import Begin, Call, Compute, Copy, Current, Mark, Phase, Transfer, Wait
 
 # Tapes by hand: an operation of n FLOPs takes n seconds, a byte over the links of a node 1 s (4 ranks: of 4 bytes an
@@ -172,7 +183,7 @@ def test_speeds_are_read_as_people_write_them() -> None:
     [{"link": "50GB"}, {"link": "50GB/s@10"}, {"node_link": "fast"}, {"tflops": "many"}, {"tflops": "tf8=3"},
      {"tflops": "-1"}, {"nvme": "1TB@6GB"}, {"memory": "0GB/s"}],
 )  # fmt: skip
-def test_what_is_no_speed_is_told(speeds: dict[str, str]) -> None:
+def test_what_is_no_speed_is_told(speeds: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=r"expected .*, got"):
         Hardware.parse("4x24GB", **speeds)
 
@@ -209,8 +220,8 @@ def run(case: Case, *, apart: bool = False, config: Mapping[str, Any] | None = N
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_flops_of_a_llama_are_those_by_hand(precision: str) -> None:
     """Forward 2 and backward 4 for each weight of a product and token, attention as torch counts it: scores and values
-    of all pairs forward, and five products of that size backward. Recomputation is a forward of the layers more, but for each one's last product,
-    of which backward needs no result."""
+    of all pairs forward, and five products of that size backward. Recomputation is a forward of the layers more, but for
+    each one's last product, of which backward needs no result."""
     tokens, head = 2 * TOKENS, WIDTH // 4
     layer = WIDTH * WIDTH * 2 + WIDTH * 2 * head * 2 + 3 * WIDTH * INNER
     products = LAYERS * layer + WIDTH * WORDS
@@ -260,10 +271,10 @@ def test_overlap_is_that_of_the_engine() -> None:
         "alone": {"overlap_comm": False},
     }
     link = Rates.given(Hardware(4, 10**10, link=Link(2e9, 1e-6), flops={"fp32": 2e12}))
-    found = {
-        name: simulate(run(CASES["stage 3"], apart=True, config=config | {"zero_optimization": zero | more}).tape, link, 4)
-        for name, more in with_more.items()
-    }  # fmt: skip
+    found = {}
+    for name, more in with_more.items():
+        chosen = config | {"zero_optimization": zero | more}
+        found[name] = simulate(run(CASES["stage 3"], apart=True, config=chosen).tape, link, 4)
     assert found["overlapped"].seconds < found["alone"].seconds
     assert found["overlapped"].part(NODE).exposed < 0.8 * found["alone"].part(NODE).exposed
     assert found["alone"].part(NODE).exposed == pytest.approx(found["alone"].part(NODE).busy)
