@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import flop_counter
 
 from shardengine.planner.ledger import tensors_in
 
@@ -59,6 +58,8 @@ def flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 
 @cache
 def _formula(func: Any) -> Callable[..., int] | None:
+    from torch.utils import flop_counter  # which imports Triton, where there is one
+
     packet = func._overloadpacket
     return _OURS.get(packet) or flop_counter.flop_registry.get(packet)
 
@@ -69,10 +70,14 @@ def _needs_formula(func: Any) -> bool:
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    from torch.utils import flop_counter
+
     return flop_counter.sdpa_flop_count(query.shape, key.shape, value.shape)
 
 
 def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    from torch.utils import flop_counter
+
     return flop_counter.sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
 
 

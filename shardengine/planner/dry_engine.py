@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -239,8 +240,7 @@ def dry_run(
                 recorder.start()
                 _train(engine, ledger, batch, loss)
                 alike = alike + 1 if engine._core.layout is layout else 0
-        tape = recorder.stop()
-        tape.members = {each.group: _members(mesh, each.group) for each in tape.begun()}
+        tape = recorder.stop(partial(_members, mesh))
         memory = engine.memory()
         of_device = ledger.moments(lambda kind: kind != MAPPED and not kind.startswith(_HOST_SIDE), _UNNAMED)
         of_host = ledger.moments(lambda kind: kind.startswith(_HOST_SIDE), _UNNAMED)

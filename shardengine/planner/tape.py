@@ -159,7 +159,7 @@ class Recorder(TorchDispatchMode):
         self._apart, self._is_host, self._phase = apart, is_host, phase
         self._made = 0
         self.start()
-        self.stop()
+        self._on = False
 
     def start(self) -> None:
         """An empty tape."""
@@ -169,9 +169,10 @@ class Recorder(TorchDispatchMode):
         self._of_phase = ""
         self._on = True
 
-    def stop(self) -> Tape:
-        """The tape is whole."""
+    def stop(self, members: Callable[[str], Sequence[int]]) -> Tape:
+        """The tape is whole. members: of a group."""
         self._on = False
+        self.tape.members = {each.group: members(each.group) for each in self.tape.begun()}
         return self.tape
 
     @contextmanager

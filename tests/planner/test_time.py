@@ -220,8 +220,8 @@ def run(case: Case, *, apart: bool = False, config: Mapping[str, Any] | None = N
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_flops_of_a_llama_are_those_by_hand(precision: str) -> None:
     """Forward 2 and backward 4 for each weight of a product and token, attention as torch counts it: scores and values
-    of all pairs forward, and five products of that size backward. Recomputation is a forward of the layers more, but for
-    each one's last product, of which backward needs no result."""
+    of all pairs forward, and five products of that size backward. Recomputation is a forward of the layers more, but
+    for the last product of each, of which backward needs no result."""
     tokens, head = 2 * TOKENS, WIDTH // 4
     layer = WIDTH * WIDTH * 2 + WIDTH * 2 * head * 2 + 3 * WIDTH * INNER
     products = LAYERS * layer + WIDTH * WORDS
