@@ -340,9 +340,10 @@ def test_kernels_without_values_report_themselves() -> None:
     with kernels.without_values(lambda name, given, result: told.append((name, given))):
         weight, gradient = torch.ones(64), torch.ones(64, dtype=torch.bfloat16)
         kernels.flatten([torch.ones(8, 2)], [0], torch.empty(32))
-        kernels.sum_of_squares(weight)
+        norm = kernels.sum_of_squares(weight)
         kernels.update({"weight": weight, "gradient": gradient}, Spans([(0, 32)]), _SGD)
     assert [name for name, _ in told] == ["flatten", "sum_of_squares", "update"]
+    assert norm.item() == 0, "what happens to lie in memory is no norm: a step would be skipped now and then"
 
 
 # plan()
