@@ -40,7 +40,7 @@ class Text:
         return model.train()
 
 
-_LLAMA = {
+LLAMA = {
     "vocab_size": WORDS, "hidden_size": WIDTH, "intermediate_size": 688, "num_hidden_layers": 6,
     "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": TOKENS, "use_cache": False,
 }  # fmt: skip
@@ -58,7 +58,7 @@ _WHISPER = {
 def _lora() -> nn.Module:
     import peft
 
-    base = Text("LlamaForCausalLM", "LlamaConfig", _LLAMA | {"num_hidden_layers": 12})()
+    base = Text("LlamaForCausalLM", "LlamaConfig", LLAMA | {"num_hidden_layers": 12})()
     chosen = peft.LoraConfig(r=8, lora_alpha=16, lora_dropout=0.05, target_modules=["q_proj", "v_proj", "up_proj"])
     model: nn.Module = peft.get_peft_model(base, chosen)
     return model.train()
@@ -92,16 +92,16 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "GPT-2": Architecture(Text("GPT2LMHeadModel", "GPT2Config", {
         "vocab_size": WORDS, "n_positions": TOKENS, "n_embd": WIDTH, "n_layer": 6, "n_head": 8, "use_cache": False,
         "bos_token_id": 0, "eos_token_id": 0})),
-    "Llama": Architecture(Text("LlamaForCausalLM", "LlamaConfig", _LLAMA)),
+    "Llama": Architecture(Text("LlamaForCausalLM", "LlamaConfig", LLAMA)),
     "T5": Architecture(Text("T5ForConditionalGeneration", "T5Config", {
         "vocab_size": WORDS, "d_model": WIDTH, "d_kv": 32, "d_ff": 1024, "num_layers": 3, "num_decoder_layers": 3,
         "num_heads": 8, "use_cache": False, "decoder_start_token_id": 0, "pad_token_id": 0})),
     "ViT": Architecture(Text("ViTForImageClassification", "ViTConfig", _BERT | {"image_size": 128, "patch_size": 8}),
                         functools.partial(_pictures, 128, 4)),
-    "Mixtral": Architecture(Text("MixtralForCausalLM", "MixtralConfig", _LLAMA | {
+    "Mixtral": Architecture(Text("MixtralForCausalLM", "MixtralConfig", LLAMA | {
         "num_hidden_layers": 3, "intermediate_size": 384, "num_local_experts": 4})),
     "LoRA Llama": Architecture(_lora, functools.partial(words, 4), in_parts=True),
-    "Qwen3": Architecture(Text("Qwen3ForCausalLM", "Qwen3Config", _LLAMA | {"head_dim": 32})),
+    "Qwen3": Architecture(Text("Qwen3ForCausalLM", "Qwen3Config", LLAMA | {"head_dim": 32})),
     "BERT": Architecture(Text("BertForMaskedLM", "BertConfig", _BERT | {
         "vocab_size": WORDS, "max_position_embeddings": TOKENS})),
     "Whisper": Architecture(Text("WhisperForConditionalGeneration", "WhisperConfig", _WHISPER), _sounds),

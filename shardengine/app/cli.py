@@ -203,9 +203,10 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = commands.add_parser(
         "plan",
-        help="say what a run will need of memory, and whether it fits",
+        help="say what a run will need of memory, whether it fits, and how long a step lasts",
         description="Runs some steps of the engine with the real model, without a GPU, weights or other ranks, and "
-        "counts what is alive. Exits with 0 where it fits, 1 where it does not.",
+        "counts what is alive. Given --link, --tflops or another speed, it also says how long a step lasts. Exits with "
+        "0 where it fits, 1 where it does not.",
     )
     command.add_argument(
         "--model",
@@ -215,7 +216,13 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     command.add_argument("--gpus", metavar="NxSIZE", required=True, help="ranks and the memory of each: 4x24GB")
     command.add_argument("--host-memory", metavar="SIZE", help="of a node: 128GB")
-    command.add_argument("--nvme", metavar="SIZE", help="of a node's disk for the tier nvme: 1TB")
+    command.add_argument("--nvme", metavar="SIZE", help="of a node's disk for the tier nvme: 1TB, or 1TB@6GB/s")
+    command.add_argument(
+        "--link", metavar="SPEED", help="of a GPU to those of other nodes, or all where there is one: 50GB/s@10us"
+    )
+    command.add_argument("--node-link", metavar="SPEED", help="of a GPU to the others of its node: 300GB/s@5us")
+    command.add_argument("--tflops", metavar="N", help="of a GPU in bf16 and fp16: 312, or 312,fp32=19.5")
+    command.add_argument("--gpu-memory-speed", metavar="SPEED", help="of a GPU: 2TB/s")
     command.add_argument("--node", metavar="N", type=_positive, help="ranks of a node (default: all)")
     command.add_argument("--config", metavar="FILE", required=True, help="JSON config, as for train")
     command.add_argument("--length", metavar="N", type=_positive, help="tokens of a sample (default: 512)")

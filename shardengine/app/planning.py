@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
@@ -45,7 +46,10 @@ def run(options: argparse.Namespace) -> int:
     require("transformers", extra="hf", what="plan --model")
     if options.plot is not None and find_spec("matplotlib") is None:
         raise UsageError("--plot: expected matplotlib to be installed: pip install 'shardengine[plot]'")
-    hardware = Hardware.parse(options.gpus, host_memory=options.host_memory, nvme=options.nvme, node_ranks=options.node)
+    hardware = Hardware.parse(
+        options.gpus, host_memory=options.host_memory, nvme=options.nvme, node_ranks=options.node, link=options.link,
+        node_link=options.node_link, tflops=options.tflops, memory=options.gpu_memory_speed,
+    )  # fmt: skip
     if Path(options.model).name != "config.json":
         check_model(options.model)
     config = read_config(Path(options.config), hardware.ranks, micro_batch=options.micro_batch)
@@ -104,6 +108,7 @@ def text_of(found: Plan) -> str:
         summary_of(found),
         "",
         *found.sentences(),
+        *time_of(found),
         f"(some steps of the engine as rank {found.rank}, without values, in {found.seconds:.1f} s{reserved})",
     ])  # fmt: skip
 
@@ -162,6 +167,34 @@ def first_batch(config: Config, blocks: Blocks, ranks: int) -> dict[str, Any]:
     return {**next(training_batches(blocks.training, micro_batch, 0, ranks, config.seed)), "use_cache": False}
 
 
+def time_of(found: Plan) -> list[str]:
+    """Lines: a step, and of each part how long it goes on, how much of that the computation waits, and its limit."""
+    if (times := found.time) is None:
+        return []
+    micros = found.config.gradient_accumulation_steps or 1
+    shape = found.shape[:2] if len(found.shape) == 2 else found.shape[:1]
+    items = math.prod(shape) * micros * found.hardware.ranks
+    what = "tokens" if len(shape) == 2 else "samples"
+    head = ["step", "busy", "exposed", "limit"]
+    rows = [[part.name, *(_show_seconds(each) for each in part[1:])] for part in times.parts if part.busy]
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)]
+    told = [
+        f"step: about {_show_seconds(times.seconds)}, no less than {_show_seconds(times.bound)}: "
+        f"{items / times.seconds:,.0f} {what}/s in all"
+    ]
+    if times.unknown:
+        named = ", ".join(f"{count} × {name}" for name, count in sorted(times.unknown.items()))
+        told.append(f"not counted, nobody knows their FLOPs: {named}")
+    if times.assumed:
+        told.append(f"declared, since nothing was said of it: {', '.join(times.assumed)}")
+    return ["", *(line.rstrip() for line in table), "", *told]
+
+
+def _show_seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"
+
+
 def draw(found: Plan, path: Path, title: str) -> None:
     """What is alive on the device over the events of a step, by kind; the phases below."""
     from matplotlib.figure import Figure
@@ -177,6 +210,6 @@ def draw(found: Plan, path: Path, title: str) -> None:
         axes.axvline(place, color="black", linewidth=0.4)
         axes.text(place, axes.get_ylim()[1], f" {found.timeline[place].phase}", fontsize=6, va="top")
     axes.axhline(found.hardware.usable_bytes / 1e9, color="red", linewidth=0.8)
-    axes.set(xlabel="allocations and ends of tensors", ylabel="GB on the device", title=title)
+    axes.set(xlabel="phases and blocks of the model, in order", ylabel="GB on the device", title=title)
     axes.legend(fontsize=7)
     figure.savefig(path, dpi=120)

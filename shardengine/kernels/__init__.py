@@ -24,6 +24,7 @@ from shardengine.kernels.moments import (
 from shardengine.kernels.operations import (
     Offer,
     Offers,
+    Report,
     compress,
     crc32,
     decompress,
@@ -67,6 +68,7 @@ __all__ = [
     "Noise",
     "Offer",
     "Offers",
+    "Report",
     "Rule",
     "Span",
     "Spans",

@@ -58,7 +58,7 @@ def ordered_sum(
 def sum_of_squares(tensor: Tensor) -> Tensor:
     """See ``operations.sum_of_squares``."""
     _require("sum_of_squares", {"tensor": tensor}, flat=("tensor",))
-    return torch.empty((), dtype=torch.float64, device=tensor.device)
+    return torch.zeros((), dtype=torch.float64, device=tensor.device)  # a single number may have a value: a finite one
 
 
 def squares_of_slice(form: Factored, values: Tensor, offset: int) -> Tensor:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,8 +33,8 @@ from shardengine.kernels.spans import Spans
 _CHOICES = ("auto", "reference", "native", "triton")
 _ASKED = 8
 """Tensors of a call that are asked for their device, which takes 0.1 µs each."""
-_without: list[None] = []
-"""One for each ``without_values`` that is open."""
+_without: list[Any] = []
+"""For each ``without_values`` that is open who carries operations out."""
 _withdrawn: set[str] = set()
 """Types of device for which another rank has no kernels of ours, so that this one does not use its own."""
 
@@ -96,7 +97,9 @@ def implementation(device: torch.device) -> ModuleType | None:
     Triton on GPUs, native on CPUs where it can be had. Each is imported here, at its first use: on a CPU Triton never
     is. SHARDENGINE_NATIVE and SHARDENGINE_ISA are ``native.library``'s. Ranks of one engine agree (``offer``).
     """
-    if device.type == "meta" or not has_values():
+    if _without:
+        return _without[-1]
+    if device.type == "meta":
         return meta
     if _is_tritons(device.type):
         return importlib.import_module("shardengine.kernels.triton")
@@ -105,10 +108,36 @@ def implementation(device: torch.device) -> ModuleType | None:
     return None
 
 
+Report = Callable[[str, Mapping[str, Any], Any], None]
+"""Is told of an operation: its name, what it was given by name, what it returned."""
+
+
+class _Reporting:
+    """As ``meta``; each operation is reported when it is over."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        carry_out = getattr(meta, name)
+        signature = inspect.signature(carry_out)
+
+        def reporting(*args: Any, **kwargs: Any) -> Any:
+            result = carry_out(*args, **kwargs)
+            self._report(name, signature.bind(*args, **kwargs).arguments, result)
+            return result
+
+        setattr(self, name, reporting)  # asked once
+        return reporting
+
+
 @contextmanager
-def without_values() -> Iterator[None]:
-    """Inside, in this process, what operations are given has shapes and no values, whatever its device: ``meta``'s."""
-    _without.append(None)
+def without_values(report: Report | None = None) -> Iterator[None]:
+    """Inside, in this process, what operations are given has shapes and no values, whatever its device: ``meta``'s.
+
+    report: is told of each, since none of them is an operation of torch there.
+    """
+    _without.append(meta if report is None else _Reporting(report))
     try:
         yield
     finally:

@@ -10,6 +10,11 @@ no_disk       a file of the tiers that keeps nothing
 no_values     tensors that have shapes and no values
 absent_ranks  what the other ranks would answer
 ledger        what is alive when
+costs         FLOPs and bytes of an operation
+tape          what takes time in a step, in order
+rates         how fast hardware is, as it is said
+calibration   how fast this machine is, measured
+replay        when what is on a tape happens
 
 Must not know: how ranks are started, how a plan is printed.
 """
@@ -17,6 +22,7 @@ Must not know: how ranks are started, how a plan is printed.
 from __future__ import annotations
 
 from shardengine.planner.absent_ranks import AbsentMesh, EchoStore, Issued, Silent, SilentWire, absent_mesh
+from shardengine.planner.calibration import measured, measured_calls
 from shardengine.planner.comparison import (
     SETTLED_STEPS,
     Comparison,
@@ -28,11 +34,14 @@ from shardengine.planner.comparison import (
     watched,
 )
 from shardengine.planner.dry_engine import DryRun, Place, dry_run
-from shardengine.planner.hardware import Hardware, show_bytes
+from shardengine.planner.hardware import Hardware, Link, show_bytes
 from shardengine.planner.ledger import Ledger, Moment, highest
 from shardengine.planner.machine import this_machine
 from shardengine.planner.memory_plan import Plan, Tier, plan, summary_of
 from shardengine.planner.no_values import NoValues, without_values, without_weights
+from shardengine.planner.rates import Rates
+from shardengine.planner.replay import Part, Times, simulate
+from shardengine.planner.tape import Tape
 
 __all__ = [
     "SETTLED_STEPS",
@@ -43,22 +52,30 @@ __all__ = [
     "Hardware",
     "Issued",
     "Ledger",
+    "Link",
     "Moment",
     "NoValues",
+    "Part",
     "Place",
     "Plan",
+    "Rates",
     "Silent",
     "SilentWire",
     "Taken",
+    "Tape",
     "Tier",
+    "Times",
     "absent_mesh",
     "compare",
     "dry_run",
     "highest",
     "line_of",
+    "measured",
+    "measured_calls",
     "plan",
     "plan_amid",
     "show_bytes",
+    "simulate",
     "summary_of",
     "taken_by",
     "this_machine",

@@ -20,17 +20,19 @@ from torch import Tensor
 
 from shardengine.comm import GroupKind, GroupName, Mesh, Wire
 from shardengine.offload import Platform
+from shardengine.planner.tape import Begin, Recorder, Wait
 
 
 class Silent(dist.Work):
-    """A collective that moves nothing. It is over when somebody has waited for it."""
+    """A collective that moves nothing. It is over when somebody has waited for it. waited: is told of each wait."""
 
-    def __init__(self) -> None:
+    def __init__(self, waited: Callable[[], None] = lambda: None) -> None:
         super().__init__()
-        self._over = False
+        self._over, self._waited = False, waited
 
     def wait(self, timeout: Any = None) -> bool:
         """At once."""
+        self._waited()
         self._over = True
         return True
 
@@ -50,12 +52,13 @@ class Issued(NamedTuple):
 class SilentWire(Wire):
     """Carries nothing. What is on the control group is received as if every rank had sent the same.
 
-    issued: each collective, in order.
+    issued: each collective, in order · recorder: writes it down, too · host_waits: the host stands still for all
+    collectives, not for those of the control group alone.
     """
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, recorder: Recorder | None = None, *, host_waits: bool = True) -> None:
         self.issued: list[Issued] = []
-        self._ranks = ranks
+        self._ranks, self._recorder, self._host_waits = ranks, recorder, host_waits
 
     def broadcast(self, tensor: Tensor, source: int, group: Any) -> dist.Work:
         """See ``Wire``."""
@@ -82,8 +85,13 @@ class SilentWire(Wire):
         return self._begin("all_to_all", group, out, full)
 
     def _begin(self, name: str, group: Any, *tensors: Tensor) -> dist.Work:
-        self.issued.append(Issued(name, str(group), max(tensor.nbytes for tensor in tensors)))
-        return Silent()
+        found = Issued(name, str(group), max(tensor.nbytes for tensor in tensors))
+        self.issued.append(found)
+        if (recorder := self._recorder) is None:
+            return Silent()
+        number, on_host = recorder.number(), self._host_waits or group == GroupName.CONTROL
+        recorder.note(Begin(number, *found))
+        return Silent(lambda: recorder.note(Wait(number, on_host)))
 
 
 class EchoStore:

@@ -184,7 +184,7 @@ def watched(engine: Engine) -> Iterator[Taken]:
         yield found
         for what, _, tensor in engine._core.kept():
             ledger.name(tensor, what)
-        moments = ledger.moments(lambda kind: kind != _POOLED, _UNNAMED)
+        moments, _ = ledger.moments(lambda kind: kind != _POOLED, _UNNAMED)
     parts = bytes_by_kind(highest(moments, tuple(_UNNAMED)))
     parts[BUFFERS] += pool.device_bytes + engine._core.tiers.buffer_bytes
     found.peak, found.at_peak, found.rests = parts.total(), parts, rests_of(engine)
@@ -246,10 +246,10 @@ def compare(found: Plan, taken: Taken) -> Comparison:
 
     Where a peak is known and not of what it consists, activations are what the other kinds do not explain.
     """
-    rests = _more(taken.rests, bytes_by_kind(found.timeline[-1]))
+    rests = _more(taken.rests, found.device.at_rest)
     if taken.peak is None:
         kinds = (WEIGHTS, STATES, BUFFERS)
-        planned = sum(bytes_by_kind(found.timeline[-1])[kind] for kind in kinds)
+        planned = sum(found.device.at_rest.get(kind, 0) for kind in kinds)
         return Comparison("between steps", planned, sum(taken.rests[kind] for kind in kinds), rests)
     planned = found.device.peak
     if taken.at_peak:

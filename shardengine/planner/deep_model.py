@@ -38,6 +38,8 @@ def deep_run(layers: Layers, run: Callable[[int], DryRun], begin: Callable[[], D
         parameters=begun.parameters,
         seconds=first.seconds + second.seconds + third.seconds + begun.seconds,
         depths=depths,
+        layers=layers.count,
+        tape_before=second.tape,
     )
 
 

@@ -13,23 +13,26 @@ from __future__ import annotations
 import gc
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shardengine.comm import GroupName, Mesh
 from shardengine.engine import Engine, initialize
 from shardengine.errors import ShardEngineError, UsageError
-from shardengine.offload import HOST, CopyStream, Done, Platform
+from shardengine.offload import HOST, CopyStream, Done, Fetched, Platform
 from shardengine.planner.absent_ranks import Issued, SilentWire, absent_mesh
 from shardengine.planner.layers import AFTER, blocks_of
 from shardengine.planner.ledger import Ledger, Moment, highest, tensors_in
 from shardengine.planner.no_disk import NoDisk
 from shardengine.planner.no_values import NoValues, without_values
+from shardengine.planner.tape import Copy, Current, Mark, Recorder, Tape, Wait
 
 WEIGHTS, STATES, BUFFERS, ACTIVATIONS, MODEL = "weights", "states", "gradients and buffers", "activations", "model"
 KINDS = (WEIGHTS, STATES, BUFFERS, ACTIVATIONS, MODEL)
@@ -61,8 +64,10 @@ class DryRun:
 
     device, host: what is alive there in initialize and in the steps, of each stretch of one phase and unit the moment
     with most; the host's are empty where the device is the CPU · at_rest, host_at_rest: after the last step · issued:
-    the collectives of that step · memory: what the engine says (``Engine.memory``) · seconds: that it took · depths:
-    layers of the shorter models by which it was found, ``issued`` are those of the last; empty where all layers ran.
+    the collectives of that step · memory: what the engine says (``Engine.memory``) · seconds: that it took ·
+    tape: all of that step that takes time · depths, layers: of the shorter models by which it was found, and how many
+    the whole one has; empty where that ran. Then ``issued`` and ``tape`` are the deepest one's, ``tape_before`` that of
+    the one before.
     """
 
     device: list[Moment]
@@ -74,7 +79,10 @@ class DryRun:
     config: Any
     parameters: int
     seconds: float
+    tape: Tape
     depths: tuple[int, ...] = ()
+    layers: int = 0
+    tape_before: Tape | None = None
 
     @property
     def peak(self) -> Moment:
@@ -95,8 +103,10 @@ class _Late(Done):
     """A GPU runs behind the host: what it was given is over when the host has waited for it, and not before, so that
     memory is held as long as it may be."""
 
-    def __init__(self) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         super().__init__()
+        self.number = recorder.number()
+        self._recorder = recorder
         self._over = False
 
     @property
@@ -104,26 +114,50 @@ class _Late(Done):
         """See ``Done``."""
         return self._over
 
+    def wait(self) -> None:
+        """See ``Done``."""
+        self._recorder.note(Wait(self.number, False))
+
     def wait_on_host(self) -> None:
         """See ``Done``."""
+        if not self._over:
+            self._recorder.note(Wait(self.number, True))
         self._over = True
 
 
 class _LateStream(CopyStream):
     """Of a GPU."""
 
+    def __init__(self, device: torch.device, ledger: Ledger, recorder: Recorder) -> None:
+        super().__init__(device)
+        self._number, self._recorder, self._ledger = recorder.number(), recorder, ledger
+
     def copy(self, source: Tensor, target: Tensor, *after: Done) -> Done:
         """See ``CopyStream``."""
-        super().copy(source, target, *after)
-        return _Late()
+        with self._recorder.quiet():
+            super().copy(source, target, *after)
+        done = _Late(self._recorder)
+        behind = tuple(each.number for each in after if isinstance(each, _Late)) if after else None
+        to_host = self._ledger.kind_of(target).startswith(_HOST_SIDE)
+        self._recorder.note(Copy(done.number, self._number, to_host, target.nbytes, behind))
+        return done
+
+    @contextmanager
+    def is_current(self) -> Iterator[None]:
+        """See ``CopyStream``."""
+        self._recorder.note(Current(self._number))
+        try:
+            yield
+        finally:
+            self._recorder.note(Current(None))
 
 
 class _Imagined(Platform):
     """The CPU, or a GPU in its place."""
 
-    def __init__(self, place: Place, ledger: Ledger) -> None:
+    def __init__(self, place: Place, ledger: Ledger, recorder: Recorder) -> None:
         super().__init__(HOST)
-        self._place, self._ledger = place, ledger
+        self._place, self._ledger, self._recorder = place, ledger, recorder
 
     @property
     def is_apart(self) -> bool:
@@ -132,11 +166,19 @@ class _Imagined(Platform):
 
     def copy_stream(self) -> CopyStream:
         """See ``Platform``."""
-        return _LateStream(self.device) if self.is_apart else super().copy_stream()
+        return _LateStream(self.device, self._ledger, self._recorder) if self.is_apart else super().copy_stream()
 
     def mark(self) -> Done:
         """See ``Platform``."""
-        return _Late() if self.is_apart else super().mark()
+        if not self.is_apart:
+            return super().mark()
+        done = _Late(self._recorder)
+        self._recorder.note(Mark(done.number))
+        return done
+
+    def fetch(self, values: Tensor) -> Fetched:
+        """See ``Platform``."""
+        return Fetched(values, self.mark())
 
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
         """See ``Platform``."""
@@ -153,7 +195,8 @@ class _Imagined(Platform):
 
     def file_in_place_of(self, folder: Path) -> NoDisk:
         """See ``Platform``."""
-        return NoDisk(folder, lambda count: self._ledger.name(torch.empty(count, dtype=torch.uint8), MAPPED))
+        name = lambda count: self._ledger.name(torch.empty(count, dtype=torch.uint8), MAPPED)  # noqa: E731
+        return NoDisk(folder, name, self._recorder)
 
     def free_bytes(self) -> int:
         """See ``Platform``."""
@@ -177,11 +220,14 @@ def dry_run(
     ``UsageError`` where the model, or the loss, asks for values that only data has.
     """
     began = time.perf_counter()
-    wire, ledger = SilentWire(place.ranks), Ledger(grain=place.grain or (CUDA_GRAIN if place.apart else 1))
+    ledger = Ledger(grain=place.grain or (CUDA_GRAIN if place.apart else 1))
+    recorder = Recorder(place.apart, lambda each: ledger.kind_of(each).startswith(_HOST_SIDE), lambda: ledger.phase)
+    wire = SilentWire(place.ranks, recorder, host_waits=not place.apart)
     with ExitStack() as last:
         last.enter_context(_without_collections())
-        mode = last.enter_context(without_values(on_gpu=place.apart))
+        mode = last.enter_context(without_values(on_gpu=place.apart, report=recorder.kernel))
         last.enter_context(ledger)
+        last.enter_context(recorder)
         ledger.begin(INITIALIZE)
         model = make(mode)
         parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -190,7 +236,7 @@ def dry_run(
                 ledger.name(tensor.detach(), _HOST_SIDE + MODEL)
         mesh = absent_mesh(
             place.ranks, place.rank, HOST, backend="nccl" if place.apart else "gloo",
-            platform=lambda _: _Imagined(place, ledger), wire=wire,
+            platform=lambda _: _Imagined(place, ledger, recorder), wire=wire,
         )  # fmt: skip
         engine = initialize(model, config, mesh=mesh, **(options or {}))
         _name_kept(ledger, engine)
@@ -200,18 +246,24 @@ def dry_run(
             while alike < steps:
                 layout = engine._core.layout
                 wire.issued.clear()
+                recorder.start()
                 _train(engine, ledger, batch, loss)
                 alike = alike + 1 if engine._core.layout is layout else 0
+        tape = recorder.stop(partial(_members, mesh))
         memory = engine.memory()
         device, rests = ledger.moments(lambda kind: kind != MAPPED and not kind.startswith(_HOST_SIDE), _UNNAMED)
         host, host_rests = ledger.moments(lambda kind: kind.startswith(_HOST_SIDE), _UNNAMED)
         found = DryRun(
             device, host, rests, host_rests, list(wire.issued), memory, engine.config, parameters,
-            time.perf_counter() - began,
+            time.perf_counter() - began, tape,
         )  # fmt: skip
         ledger.begin("")
         engine.close()
     return found
+
+
+def _members(mesh: Mesh, group: str) -> Sequence[int]:
+    return mesh.members(GroupName(group)) or range(mesh.ranks)
 
 
 _UNNAMED = {INITIALIZE: MODEL, FORWARD: ACTIVATIONS, BACKWARD: ACTIVATIONS, STEP: BUFFERS}

@@ -6,22 +6,48 @@ Sizes are decimal, as on a card's box (24GB is 24e9 bytes, what a card of that n
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from shardengine.errors import UsageError
 
+LATENCY_S = 10e-6
+"""Of a link of which nobody says it."""
 RESERVED = 1 << 30
 """Bytes of a GPU that no tensor gets: CUDA's context, NCCL's and cuBLAS' buffers. Declared, not measured."""
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?I?)B?", re.IGNORECASE)
+_LINK = re.compile(r"(.+?)/s(?:\s*@\s*([0-9]+(?:\.[0-9]+)?)\s*(us|µs|ms|s))?", re.IGNORECASE)
+_SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 _GPUS = re.compile(r"(?:([0-9]+)\s*[x×*])?\s*(.+)", re.IGNORECASE)
+
+
+class Link(NamedTuple):
+    """What connects a rank with others: in each direction at once · latency_s: of a collective."""
+
+    bytes_per_s: float
+    latency_s: float
+
+    @classmethod
+    def parse(cls, text: str, what: str) -> Link:
+        """Of "50GB/s" or "50GB/s@10us"; ``UsageError``, which names ``what``, for anything else."""
+        match = _LINK.fullmatch(text.strip())
+        if match is None:
+            raise UsageError(f"{what}: expected a speed and maybe a latency, as 50GB/s@10us, got {text!r}")
+        latency = float(match[2]) * _SECONDS[match[3].lower()] if match[2] else LATENCY_S
+        return cls(parse_bytes(match[1], what), latency)
 
 
 @dataclass(frozen=True)
 class Hardware:
     """ranks: one for each device · device_bytes: of memory of one device · host_bytes, disk_bytes: of host memory, and
     of the disk for the tier nvme, for all ranks of a node, None: not asked · node_ranks: ranks that share them, None:
-    all · is_gpu: else the device is the CPU, whose memory the ranks share."""
+    all · is_gpu: else the device is the CPU, whose memory the ranks share.
+
+    For the time of a step (rates): link: of a rank to those of other nodes, or, in one node, to all · node_link: to
+    those of its node · flops: of a device, FLOP/s by dtype ("bf16", …) · memory_speed: of its memory, disk_speed: of a
+    node's disk, bytes/s · None, {}: not said."""
 
     ranks: int
     device_bytes: int
@@ -29,6 +55,11 @@ class Hardware:
     disk_bytes: int | None = None
     node_ranks: int | None = None
     is_gpu: bool = True
+    link: Link | None = None
+    node_link: Link | None = None
+    flops: Mapping[str, float] = field(default_factory=dict, hash=False)
+    memory_speed: float | None = None
+    disk_speed: float | None = None
 
     def __post_init__(self) -> None:
         if self.ranks < 1 or (self.node_ranks is not None and (self.node_ranks < 1 or self.ranks % self.node_ranks)):
@@ -39,15 +70,38 @@ class Hardware:
 
     @classmethod
     def parse(
-        cls, gpus: str, *, host_memory: str | None = None, nvme: str | None = None, node_ranks: int | None = None
+        cls,
+        gpus: str,
+        *,
+        host_memory: str | None = None,
+        nvme: str | None = None,
+        node_ranks: int | None = None,
+        **speeds: str | None,
     ) -> Hardware:
-        """Of texts: "4x24GB" or "24GB" (one), "128GB", "1TB". ``UsageError`` for others."""
+        """Of texts: "4x24GB" or "24GB" (one), "128GB", "1TB" or "1TB@6GB/s". ``UsageError`` for others.
+
+        speeds: link, node_link: "50GB/s@10us" · tflops: "312", of bf16 and fp16, or "312,fp32=19.5" · memory: "2TB/s".
+        """
         match = _GPUS.fullmatch(gpus.strip())
         if match is None:
             raise UsageError(f"gpus: expected a number and a size, as 4x24GB, got {gpus!r}")
         host = None if host_memory is None else parse_bytes(host_memory, "host memory")
-        disk = None if nvme is None else parse_bytes(nvme, "nvme")
-        return cls(int(match[1] or 1), parse_bytes(match[2], "gpus"), host, disk, node_ranks)
+        size, _, speed = (nvme or "").partition("@")
+        disk = None if nvme is None else parse_bytes(size, "nvme")
+        found = {name: Link.parse(text, name) for name, text in speeds.items() if text and name != "tflops"}
+        on_disk = Link.parse(speed, "nvme") if speed else None
+        return cls(
+            int(match[1] or 1), parse_bytes(match[2], "gpus"), host, disk, node_ranks, link=found.get("link"),
+            node_link=found.get("node_link"), flops=_parse_flops(speeds.get("tflops")),
+            memory_speed=found["memory"].bytes_per_s if "memory" in found else None,
+            disk_speed=None if on_disk is None else on_disk.bytes_per_s,
+        )  # fmt: skip
+
+    @property
+    def has_speeds(self) -> bool:
+        """Whether something is said of how fast it is."""
+        said = (self.link, self.node_link, self.memory_speed, self.disk_speed)
+        return bool(self.flops) or any(each is not None for each in said)
 
     @property
     def reserved_bytes(self) -> int:
@@ -68,6 +122,22 @@ class Hardware:
         host = "" if self.host_bytes is None else f", {show_bytes(self.host_bytes)} of host memory per node"
         disk = "" if self.disk_bytes is None else f", {show_bytes(self.disk_bytes)} of disk"
         return f"{self.ranks} {what}{'s' * (self.ranks > 1)} of {show_bytes(self.device_bytes)}{host}{disk}"
+
+
+def _parse_flops(text: str | None) -> dict[str, float]:
+    """Of "312" or "312,fp32=19.5", in TFLOP/s; ``UsageError`` for anything else."""
+    found: dict[str, float] = {}
+    for part in text.split(",") if text else ():
+        name, is_named, number = part.strip().rpartition("=")
+        names = (name.strip(),) if is_named else ("bf16", "fp16")
+        try:
+            value = float(number) * 1e12
+        except ValueError:
+            value = 0.0
+        if value <= 0 or not {*names} <= {"bf16", "fp16", "fp32", "fp64"}:
+            raise UsageError(f"tflops: expected numbers, as 312 or 312,fp32=19.5, got {text!r}")
+        found |= dict.fromkeys(names, value)
+    return found
 
 
 def parse_bytes(text: str, what: str) -> int:

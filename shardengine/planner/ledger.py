@@ -100,6 +100,12 @@ class Ledger(TorchDispatchMode):
             self._kinds[self._see(tensor.untyped_storage())] = kind
         return tensor
 
+    def kind_of(self, tensor: Tensor) -> str:
+        """What it was said to be for; "": nothing was said."""
+        storage = tensor.untyped_storage()
+        known = self._alive.get(storage._cdata)
+        return self._kinds.get(known.number, "") if known is not None and known.ends() is storage else ""
+
     def _see(self, storage: torch.UntypedStorage) -> int:
         """The number of a storage, which is new, or has another size than before, or is known."""
         key, size = storage._cdata, -(-storage.nbytes() // self.grain) * self.grain

@@ -1,4 +1,4 @@
-"""``shardengine.plan``: what a run needs of every tier's memory, and whether it fits.
+"""``shardengine.plan``: what a run needs of every tier's memory, whether it fits, how long a step lasts.
 
 Owns: the result, what of it is said. Must not know: how bytes are counted (dry_engine), command lines.
 """
@@ -6,7 +6,7 @@ Owns: the result, what of it is said. Must not know: how bytes are counted (dry_
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,21 +33,28 @@ from shardengine.planner.hardware import Hardware, show_bytes
 from shardengine.planner.layers import Layers, layers_of, shorter
 from shardengine.planner.ledger import Moment
 from shardengine.planner.no_values import NoValues, without_values, without_weights
+from shardengine.planner.rates import Rates
+from shardengine.planner.replay import Times, carried_times, simulate
 
 
 @dataclass(frozen=True)
 class Tier:
     """What one rank needs of one tier. peak: at most, in a step · at_peak: of what that consists, by kind · phase: in
-    which it is reached · rests: between steps · initialize: while the engine is made, at most; on a GPU the model comes
-    from the host · has: bytes that there are, None: not asked."""
+    which it is reached · at_rest: between steps, by kind · initialize: while the engine is made, at most; on a GPU the
+    model comes from the host · has: bytes that there are, None: not asked."""
 
     name: str
     peak: int
     at_peak: Mapping[str, int]
     phase: str
-    rests: int
+    at_rest: Mapping[str, int]
     initialize: int
     has: int | None
+
+    @property
+    def rests(self) -> int:
+        """Bytes between steps."""
+        return sum(self.at_rest.values())
 
     @property
     def fits(self) -> bool:
@@ -61,7 +68,9 @@ class Plan:
     the config has the tier nvme.
 
     config: with defaults, for this number of ranks · parameters: of the model · shape: of a micro-batch's first tensor
-    · timeline: after each event of initialize and of the steps what is alive on the device · seconds: that it took.
+    · timeline: what is alive on the device at the highest moment of each phase and block · seconds: that it took ·
+    time: of a step, where something is known of how fast the hardware is · depths: layers of the shorter models by
+    which it was found; empty where all layers ran.
     """
 
     hardware: Hardware
@@ -74,6 +83,7 @@ class Plan:
     disk: Tier | None
     timeline: list[Moment]
     seconds: float
+    time: Times | None = None
     depths: tuple[int, ...] = ()
 
     @property
@@ -118,6 +128,7 @@ class Plan:
                 for tier in self.tiers
             },
             "seconds": self.seconds,
+            "time": None if self.time is None else self.time.as_dict(),
         }  # fmt: skip
 
 
@@ -130,6 +141,7 @@ def plan(
     length: int | None = None,
     loss: Callable[[Any], Tensor] = batches.loss_of,
     exact: bool = False,
+    rates: Rates | None = None,
     **options: Any,
 ) -> Plan:
     """What a rank of a run with ``initialize(model, config)`` needs, without a GPU, weights or other ranks.
@@ -137,7 +149,8 @@ def plan(
     model: it stays as it is, with or without weights; or a function that makes one · hardware: "4x24GB", or a
     ``Hardware`` · batch: a micro-batch, as ``engine(**batch)`` gets it; default zeros for a model of transformers, of
     ``train_micro_batch_size_per_gpu`` samples and ``length`` tokens · loss: of what forward returns · exact: all layers
-    run, where else three shorter models may do · options: ``initialize``'s (optimizer, …).
+    run, where else three shorter models may do · rates: how fast the hardware is; default ``Rates.given`` where
+    ``hardware`` says something of its speeds · options: ``initialize``'s (optimizer, …).
 
     The engine runs some steps dry (docs/decisions.md): what the model's own code makes is counted, whatever it is. The
     rank is one in the middle. ``UsageError`` where that code asks for values that only data has.
@@ -153,7 +166,18 @@ def plan(
     place = Place(where.ranks, where.ranks // 2, apart=where.is_gpu, device_bytes=where.usable_bytes)
     options.pop("lr_scheduler", None)  # it takes no memory, and knows an optimizer that is not the copy
     task = _Task(found, used, resolved, place, loss, options)
-    return _plan_of(task.run_all(exact), where, place.rank, used)
+    run = task.run_all(exact)
+    if rates is None and where.has_speeds:
+        rates = Rates.given(where)
+    time = None if rates is None else _times(run, rates, where.ranks)
+    return replace(_plan_of(run, where, place.rank, used), time=time)
+
+
+def _times(run: DryRun, rates: Rates, ranks: int) -> Times:
+    found = simulate(run.tape, rates, ranks)
+    if run.tape_before is None:
+        return found
+    return carried_times((simulate(run.tape_before, rates, ranks), found), run.depths[-2:], run.layers)
 
 
 @dataclass(frozen=True)
@@ -208,18 +232,18 @@ def _plan_of(run: DryRun, where: Hardware, rank: int, batch: Mapping[str, Any]) 
     name = "GPU" if where.is_gpu else "memory"
     peak, host = run.peak, run.host_peak
     device = Tier(
-        name, peak.bytes, dict(bytes_by_kind(peak)), peak.phase, run.at_rest.bytes, run.peak_in(INITIALIZE).bytes,
-        where.usable_bytes,
+        name, peak.bytes, dict(bytes_by_kind(peak)), peak.phase, dict(bytes_by_kind(run.at_rest)),
+        run.peak_in(INITIALIZE).bytes, where.usable_bytes,
     )  # fmt: skip
     on_host = Tier(
-        "host", host.bytes, dict(bytes_by_kind(host)), host.phase, run.host_at_rest.bytes, 0,
+        "host", host.bytes, dict(bytes_by_kind(host)), host.phase, dict(bytes_by_kind(run.host_at_rest)), 0,
         where.per_rank(where.host_bytes),
     )  # fmt: skip
     kept = round(run.memory["measured_disk_bytes"])
-    on_disk = Tier("disk", kept, {STATES: kept}, STEP, kept, kept, where.per_rank(where.disk_bytes))
+    on_disk = Tier("disk", kept, {STATES: kept}, STEP, {STATES: kept}, kept, where.per_rank(where.disk_bytes))
     return Plan(
         where, run.config, rank, run.parameters, shapes, device, on_host if where.is_gpu and run.host else None,
-        on_disk if kept else None, run.device, run.seconds, run.depths,
+        on_disk if kept else None, run.device, run.seconds, depths=run.depths,
     )  # fmt: skip
 
 

@@ -153,13 +153,13 @@ _DROPOUT_P = 4
 
 
 @contextmanager
-def without_values(*, on_gpu: bool = False) -> Iterator[NoValues]:
+def without_values(*, on_gpu: bool = False, report: kernels.Report | None = None) -> Iterator[NoValues]:
     """Inside, tensors have no values; an engine that is made inside of it, too, whose end is inside. on_gpu: they stand
-    for a GPU's (``KeptOnGpu``)."""
+    for a GPU's (``KeptOnGpu``) · report: as for ``kernels.without_values``."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     with ExitStack() as last:
-        last.enter_context(kernels.without_values())
+        last.enter_context(kernels.without_values(report))
         if on_gpu:
             last.enter_context(KeptOnGpu())
         last.enter_context(patch.object(FakeTensor, "data_ptr", _address, create=True))

@@ -439,6 +439,7 @@ NOT_AN_ORDER: dict[tuple[str, str, str], str] = {
     ("engine/replicas.py", "average", "optimizer.await_reader()"): PASSES_ON,
     ("engine/rebuild.py", "recut", "optimizer.await_reader()"): "a thread that saves; tests/parity/test_recut.py",
     ("planner/dry_engine.py", "_Imagined.mark", "super().mark()"): "a run without values: nothing is read",
+    ("planner/dry_engine.py", "_Imagined.fetch", "self.mark()"): "a run without values: nothing is read",
     ("trace.py", "Trace.begin", "zero.wait_on_host()"): TRACE,
     ("trace.py", "Trace._settle", "end.wait_on_host()"): TRACE,
     ("comm/breaking_off.py", "come_together", "store.wait([f'{ASKS}/go'], timedelta(seconds=TOGETHER_S))"): STORE,

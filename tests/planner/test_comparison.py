@@ -120,7 +120,7 @@ def half(case: Case) -> Callable[[], dict[str, Any]]:
 
 def taken_as(plan: Plan) -> Taken:
     """As if a run had taken to the byte what ``plan`` says."""
-    return Taken(plan.device.peak, plan.device.at_peak, plan.timeline[-1].alive)
+    return Taken(plan.device.peak, plan.device.at_peak, plan.device.at_rest)
 
 
 FORESEEN = {
@@ -156,7 +156,7 @@ def test_a_plan_that_is_kept_is_no_sentence() -> None:
     found = compare(plan, taken_as(plan))
     assert found.sentence() == "" and found.line().endswith(" measured at most (+0.0%)")
     assert sum(found.beyond.values()) == 0
-    over = Taken(round(plan.device.peak * 1.031), {}, plan.timeline[-1].alive)
+    over = Taken(round(plan.device.peak * 1.031), {}, plan.device.at_rest)
     assert "exceeded by" in compare(plan, over).sentence()
     assert compare(plan, Taken(round(plan.device.peak * 1.029), {}, over.rests)).sentence() == ""
 
@@ -236,7 +236,7 @@ def test_of_many_micro_batches_two_are_planned(stage: str) -> None:
     found = plan_amid(small.make(), config_of(case), where, small.batch, loss=counting)
     assert isinstance(found, Plan) and len(seen) % 2 == 0 and len(seen) < 10
     assert found.device.peak == pytest.approx(whole.device.peak, rel=1e-5)
-    assert found.timeline[-1].bytes == pytest.approx(whole.timeline[-1].bytes, rel=1e-5)
+    assert found.device.rests == pytest.approx(whole.device.rests, rel=1e-5)
 
 
 # This machine

@@ -1,0 +1,150 @@
+"""How fast this machine's CPU is, measured in a few seconds: rates for the time of a step on ranks of it.
+
+Owns: what is timed. Must not know: what overlaps, what is chosen by it.
+
+Matrices, passes over memory and the engine's kernels are timed at a size that is larger than caches; the operations of
+a tape each with their own shapes, which is the more exact. The median of some tries counts: a machine that others use,
+too, is as slow in training as it is here.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardengine import kernels
+from shardengine.comm import GroupSpeed
+from shardengine.planner.costs import DTYPES
+from shardengine.planner.rates import Rates
+from shardengine.planner.tape import Call, Shape, Tape
+
+TRIES, LEAST_TRIES, LEAST_S = 7, 3, 20e-3
+"""Of one operation; after the least number no more than until it has been timed for so long."""
+BUCKET_S = 3e-5
+"""Python around a collective, or a kernel of the engine."""
+_COLD = ("update",)
+"""What these read was last used a step ago, and is in no cache."""
+_SIZES = (256, 512, 1024)
+_ELEMENTS = 1 << 22
+
+
+def measured(
+    tape: Tape | None = None,
+    *,
+    groups: Mapping[str, GroupSpeed] | None = None,
+    known: Mapping[Call, float] | None = None,
+    **more: Any,
+) -> Rates:
+    """Of this process's CPU, with the threads that torch uses now.
+
+    tape: its operations are timed, too · groups: fits of its collectives (``comm.group_speed``) · known: operations
+    that are timed already · more: further fields of ``Rates``.
+    """
+    flops = {name: _products(dtype) for dtype, name in DTYPES.items()}
+    memory = _passes()
+    calls = measured_calls(tape, known) if tape is not None else dict(known or {})
+    said = {"operation_s": _smallest(), "dispatch_s": _python(), "bucket_s": BUCKET_S, "host_memory": memory}
+    return Rates(flops, memory, calls=calls, groups=groups or {}, **{**said, **more})
+
+
+def measured_calls(tape: Tape, known: Mapping[Call, float] | None = None) -> dict[Call, float]:
+    """Seconds of each operation of ``tape`` that is not ``known``, and what is known."""
+    found = dict(known or {})
+    for call in tape.calls:
+        if call not in found:
+            found[call] = timed(call)
+    return found
+
+
+def timed(call: Call) -> float:
+    """Seconds of an operation with tensors of its shapes; what they hold is of no matter."""
+    what, shapes = call.example
+    given = pytree.tree_map(_made, shapes, is_leaf=lambda each: isinstance(each, Shape))
+    if call.kernel:
+        before = functools.partial(_other_memory().add_, 1) if what in _COLD else lambda: None
+        return _seconds(lambda: getattr(kernels, what)(**given), before=before)
+    args, kwargs = given
+    return _seconds(lambda: what(*args, **kwargs))
+
+
+def _made(each: Any) -> Any:
+    if not isinstance(each, Shape):
+        return each
+    made = torch.empty_strided(each.size, each.stride, dtype=each.dtype)
+    return made.zero_() if not each.dtype.is_floating_point else made.fill_(0.5)
+
+
+@functools.cache
+def _other_memory() -> Tensor:
+    """More than a core's own cache holds."""
+    return torch.zeros(_ELEMENTS)
+
+
+def _seconds(run: Callable[[], Any], *, grad: bool = False, before: Callable[[], Any] = lambda: None) -> float:
+    """The median; before: is not timed."""
+    with torch.set_grad_enabled(grad):
+        run()
+        times: list[float] = []
+        while len(times) < TRIES and (len(times) < LEAST_TRIES or sum(times) < LEAST_S):
+            before()
+            began = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def _products(dtype: torch.dtype) -> float:
+    """FLOP/s of the fastest size."""
+    found = 0.0
+    for size in _SIZES:
+        left = torch.ones(size, size, dtype=dtype)
+        seconds = _seconds(lambda left=left: left @ left)  # type: ignore[misc]
+        found = max(found, 2 * size**3 / seconds)
+        if seconds > 0.2:  # a dtype that this CPU knows badly
+            break
+    return found
+
+
+def _passes() -> float:
+    """Bytes/s of a sum."""
+    left, out = torch.ones(_ELEMENTS), torch.empty(_ELEMENTS)
+    return 3 * out.nbytes / _seconds(lambda: torch.add(left, left, out=out))
+
+
+def _smallest() -> float:
+    left: Tensor = torch.ones(1)
+    return _seconds(lambda: left + left)
+
+
+class _Counted(TorchDispatchMode):
+    """How many operations torch is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _python() -> float:
+    """Seconds of Python and of autograd for each operation, forward and backward, of modules that compute next to
+    nothing, beside those of the operations."""
+    layers = (nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.SiLU()) for _ in range(16))
+    model, given = nn.Sequential(*layers), torch.ones(2, 8)
+
+    def train() -> None:
+        model(given).sum().backward()
+
+    with _Counted() as counted:
+        train()
+    return max(_seconds(train, grad=True) / counted.count - _smallest(), 0.0)

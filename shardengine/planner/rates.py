@@ -1,0 +1,153 @@
+"""How fast a run's hardware is: of calculations, memory, links between ranks, copies and disks.
+
+Owns: what is declared of a GPU, how long a single event lasts, and its physical limit. Must not know: what overlaps
+(replay), how a machine is measured (calibration).
+
+[Note: Given rates] Of a GPU that nobody has measured the data sheet says limits. An operation takes the longer of its
+FLOPs and its bytes, each at a declared share of the limit, and no less than ``operation_s``. A collective of B bytes
+over N ranks lasts α + β·B, where β is what an optimal algorithm sends over the slowest link between them: (N-1)/N of
+the bytes at one speed; with n ranks in a node, inside of which links are faster, a gather sends (N-n)/(N·n) of them
+between nodes for each rank, and an exchange of parts (N-n)/N.
+
+[Note: Measured rates] Of a machine that was measured (calibration) shares are 1, a collective is the fit of its group
+(``GroupSpeed``), and the operations of a tape may each have their own time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from shardengine.comm import GroupName, GroupSpeed
+from shardengine.planner.hardware import Hardware, Link
+from shardengine.planner.tape import Begin, Call, Copy, Transfer
+
+A_GPU: Mapping[str, float] = {
+    "bf16": 312e12, "fp16": 312e12, "fp32": 19.5e12, "fp64": 9.7e12, "memory": 2.0e12,
+    "copies": 25e9, "disk": 3e9, "host memory": 20e9,
+    "matrix share": 0.55, "memory share": 0.75, "operation": 4e-6, "exchange": 100e-6,
+}  # fmt: skip
+"""Declared of a GPU of which nobody says more, by the data sheet of an A100 of 80 GB: FLOP/s by dtype (without TF32)
+and bytes/s of its memory; bytes/s of copies to and from the host each (PCIe 4), of a disk and, for a rank, of the
+host's memory; the shares of limits that products and other operations reach; the least seconds of an operation; the
+seconds of an exchange of the host's messages."""
+NODE_LINK, LINK = Link(200e9, 10e-6), Link(25e9, 20e-6)
+"""Declared of a rank in a node, and between nodes, where nobody says more."""
+HIDDEN_BY_CPU = 0.125
+"""Part of a collective's time that computation hides where the same processors do both (docs/limits.md)."""
+COMPUTE, HOST_STEP, TO_HOST, TO_DEVICE, DISK, BESIDE, PYTHON = (
+    "compute", "host step", "copies to host", "copies to device", "disk", "other streams", "Python"
+)  # fmt: skip
+NODE, NETWORK, CONTROL = "links in a node", "links between nodes", "control"
+
+
+class Speed(NamedTuple):
+    """Of a collective. link: that it occupies · limit: bytes/s of it, beyond which nothing goes."""
+
+    link: str
+    seconds: float
+    limit_s: float
+
+
+@dataclass(frozen=True)
+class Rates:
+    """flops: FLOP/s by dtype, memory: bytes/s: limits · matrix_share, memory_share: what operations reach of them ·
+    operation_s: the least that one takes · calls: seconds of single operations, which were measured · groups: fits of
+    collectives, by group · node_link, link: where there is no fit · node_ranks: ranks of a node, 0: all · exchange_s:
+    of the host's messages · copies: bytes/s to the host, and to the device · disk: bytes/s of a node's · host_memory:
+    bytes/s of a rank's step on the host · cores: of a node, for its ranks, where the device is the CPU, 0: enough ·
+    dispatch_s: of Python for each operation that torch is asked for, bucket_s: for each collective and kernel of the
+    engine; both where the device is the CPU · assumed: what nobody has said.
+    """
+
+    flops: Mapping[str, float]
+    memory: float
+    matrix_share: float = 1.0
+    memory_share: float = 1.0
+    operation_s: float = 0.0
+    calls: Mapping[Call, float] = field(default_factory=dict, repr=False)
+    groups: Mapping[str, GroupSpeed] = field(default_factory=dict)
+    node_link: Link = NODE_LINK
+    link: Link = LINK
+    node_ranks: int = 0
+    exchange_s: float = 0.0
+    copies: float = A_GPU["copies"]
+    disk: float = A_GPU["disk"]
+    host_memory: float = A_GPU["host memory"]
+    cores: int = 0
+    dispatch_s: float = 0.0
+    bucket_s: float = 0.0
+    assumed: Sequence[str] = ()
+
+    @classmethod
+    def given(cls, hardware: Hardware) -> Rates:
+        """Of GPUs, as ``hardware`` says, and ``A_GPU`` else ([Note: Given rates])."""
+        names = ("bf16", "fp16", "fp32", "fp64")
+        known = {name: hardware.flops.get(name, A_GPU[name]) for name in names}
+        one_node = hardware.node_ranks in (None, hardware.ranks)
+        asked = {
+            "FLOP/s": bool(hardware.flops), "memory": bool(hardware.memory_speed),
+            "links in a node": hardware.node_link is not None or (one_node and hardware.link is not None),
+            "links between nodes": one_node or hardware.link is not None, "disk": bool(hardware.disk_speed),
+        }  # fmt: skip
+        link = hardware.link or LINK
+        near = hardware.node_link or (hardware.link if one_node and hardware.link is not None else NODE_LINK)
+        return cls(
+            known, hardware.memory_speed or A_GPU["memory"], A_GPU["matrix share"], A_GPU["memory share"],
+            A_GPU["operation"], node_link=near, link=link, node_ranks=hardware.node_ranks or 0,
+            exchange_s=A_GPU["exchange"], disk=(hardware.disk_speed or A_GPU["disk"]),
+            assumed=tuple(name for name, said in asked.items() if not said),
+        )  # fmt: skip
+
+    def per_rank_disk(self, ranks: int) -> float:
+        """Bytes/s of a node's disk that one of its ranks has."""
+        return self.disk / (self.node_ranks or ranks)
+
+    def limit_of(self, call: Call) -> float:
+        """Seconds for its FLOPs at least."""
+        return call.flops / self.flops[call.dtype] if call.flops and call.dtype in self.flops else 0.0
+
+    def seconds(self, call: Call, *, on_host: bool = False) -> float:
+        """That an operation takes; on_host: of the host's memory, where the device is apart."""
+        if (measured := self.calls.get(call)) is not None:
+            return measured
+        if on_host:
+            return call.bytes / self.host_memory
+        products = self.limit_of(call) / self.matrix_share
+        return max(products, call.bytes / (self.memory * self.memory_share), self.operation_s)
+
+    def collective(self, begun: Begin, members: Sequence[int]) -> Speed:
+        """How long it lasts by itself, and what it occupies."""
+        if begun.group == GroupName.CONTROL:
+            return Speed(CONTROL, self.exchange_s, 0.0)
+        count = len(members)
+        fit = self.groups.get(begun.group) or self.groups.get("")
+        if fit is not None:  # of whole buckets, of which a broadcast has a part
+            latency = fit.latency_s / count if begun.operation == "broadcast" else fit.latency_s
+            return Speed(NODE, latency + fit.s_per_byte * begun.bytes, fit.s_per_byte * begun.bytes)
+        size = self.node_ranks or 1 << 30
+        nodes = len({rank // size for rank in members})
+        inside, between = _shares(begun.operation, count, count // nodes)
+        near, far = inside * begun.bytes / self.node_link.bytes_per_s, between * begun.bytes / self.link.bytes_per_s
+        chosen = (NETWORK, far, self.link) if nodes > 1 and far >= near else (NODE, near, self.node_link)
+        latency = self.link.latency_s if nodes > 1 else self.node_link.latency_s
+        return Speed(chosen[0], latency + chosen[1], chosen[1])
+
+    def copy(self, copied: Copy) -> float:
+        """Seconds."""
+        return copied.bytes / self.copies
+
+    def transfer(self, moved: Transfer, ranks: int) -> float:
+        """Seconds, with all ranks of the node at work."""
+        return moved.bytes / self.per_rank_disk(ranks)
+
+
+def _shares(operation: str, count: int, near: int) -> tuple[float, float]:
+    """Of a collective's bytes, what one of ``count`` ranks sends to the ``near`` in its node (itself included), and to
+    those of other nodes ([Note: Given rates])."""
+    if operation == "broadcast":
+        return 1.0, 1.0 / near
+    if operation == "all_to_all":
+        return (near - 1) / count, (count - near) / count
+    return (count - 1) / count if near > 1 else 0.0, (count - near) / (count * near)

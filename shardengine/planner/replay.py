@@ -1,0 +1,314 @@
+"""When a step's events happen: a discrete simulation of its tape, with a clock for each stream.
+
+Owns: what waits for what, what is busy when, and for what the computation stands still. Must not know: engines, how
+long a single event lasts (rates).
+
+[Note: Clocks] Where the device is a GPU the host issues at once, and has a clock for what it computes and waits for
+itself. An operation starts when the current stream comes to it and the host has issued it; a collective behind what the
+current stream was given so far and behind those of its group; a copy behind its stream's others and what it was told to
+come after. Collectives that go over the same links share these: one transfers at a time, latencies overlap. Transfers
+of the disk come one after the other.
+
+Where the device is the CPU, host and computation are one. Collectives are carried out by threads of their own, which
+need cores: where a node has fewer than two for each rank, a collective that is waited for has taken all of its time but
+``HIDDEN_BY_CPU`` from the computation; else it goes on beside it.
+
+The step is over when all clocks are. What an earlier step has left under way is not waited for, and what this one
+leaves is: steps that overlap are a little faster.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from shardengine.planner.rates import (
+    BESIDE,
+    COMPUTE,
+    CONTROL,
+    DISK,
+    HIDDEN_BY_CPU,
+    HOST_STEP,
+    PYTHON,
+    TO_DEVICE,
+    TO_HOST,
+    Rates,
+)  # fmt: skip
+from shardengine.planner.tape import Begin, Compute, Copy, Current, Mark, Phase, Tape, Transfer, Wait
+
+
+class Part(NamedTuple):
+    """Of a step. busy: seconds in which it goes on · exposed: in which the computation stands still for it; of the
+    computation itself all · limit: what its hardware needs at least."""
+
+    name: str
+    busy: float
+    exposed: float
+    limit: float
+
+
+class Span(NamedTuple):
+    """Something that went on in a lane, which is a part's name."""
+
+    lane: str
+    start: float
+    end: float
+    name: str
+
+
+@dataclass(frozen=True)
+class Times:
+    """Of a step. phases: seconds by phase, of the clock of the computation · timeline: what was busy when · unknown:
+    operations of which nobody knows the FLOPs, by name, and how many: they count for their bytes alone · assumed: what
+    of the hardware nobody has said."""
+
+    seconds: float
+    parts: Sequence[Part]
+    phases: Mapping[str, float]
+    timeline: Sequence[Span]
+    unknown: Mapping[str, int]
+    assumed: Sequence[str] = ()
+
+    @property
+    def bound(self) -> float:
+        """No schedule of this work is faster: the slowest part at its limit."""
+        return max(part.limit for part in self.parts)
+
+    def part(self, name: str) -> Part:
+        """Of that name; zeros where it never goes on."""
+        return next((part for part in self.parts if part.name == name), Part(name, 0.0, 0.0, 0.0))
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON, without the timeline."""
+        return {
+            "seconds": self.seconds,
+            "bound_seconds": self.bound,
+            "parts": {part.name: {"busy": part.busy, "exposed": part.exposed, "limit": part.limit}
+                      for part in self.parts},
+            "phases": dict(self.phases),
+            "unknown": dict(self.unknown),
+            "assumed": list(self.assumed),
+        }  # fmt: skip
+
+
+def simulate(tape: Tape, rates: Rates, ranks: int = 1) -> Times:
+    """How long the step lasts, and of what that consists. ranks: of the run."""
+    run = _Run(tape, rates, ranks)
+    for event in tape.events:
+        run.act(event)
+    return run.end()
+
+
+def carried_times(known: Sequence[Times], depths: Sequence[int], layers: int) -> Times:
+    """Of a model with all ``layers``, by those of two with fewer (layers: [Note: Fewer layers]): a step grows by the
+    same time with each. The timeline is the deeper one's, ``unknown`` too."""
+    early, late = known
+    more = (layers - depths[1]) / (depths[1] - depths[0])
+
+    def line(before: float, after: float) -> float:
+        return max(0.0, after + (after - before) * more)
+
+    parts = [
+        Part(
+            part.name, *(line(before, after) for before, after in zip(early.part(part.name)[1:], part[1:], strict=True))
+        )
+        for part in late.parts
+    ]
+    phases = {name: line(early.phases.get(name, 0.0), seconds) for name, seconds in late.phases.items()}
+    return replace(late, seconds=line(early.seconds, late.seconds), parts=parts, phases=phases)
+
+
+class _Run:
+    """See [Note: Clocks]. Streams: None is that of the computation."""
+
+    def __init__(self, tape: Tape, rates: Rates, ranks: int) -> None:
+        self._tape, self._rates, self._ranks = tape, rates, ranks
+        self._host = 0.0
+        self._streams: dict[int | None, float] = {None: 0.0}
+        self._current: int | None = None
+        self._free: dict[str, float] = {}
+        """When groups, links and the disk are through with what they were given."""
+        self._under_way: dict[int, Span] = {}
+        self._takes: dict[int, float] = {}
+        """Seconds that collectives take from a CPU which they share."""
+        node = rates.node_ranks or ranks
+        self._shared = not tape.apart and 0 < rates.cores < 2 * min(node, ranks)
+        self._timeline: list[Span] = []
+        self._of_host: list[Span] = []
+        """What the host did and waited for, in order, without gaps."""
+        self._exposed: defaultdict[str, float] = defaultdict(float)
+        self._limits: defaultdict[str, float] = defaultdict(float)
+        self._python = 0.0
+        self._phase, self._phases, self._began = "", defaultdict[str, float](float), 0.0
+        self._actions: dict[type, Callable[[Any], None]] = {
+            Compute: self._compute, Begin: self._begin, Copy: self._copy, Transfer: self._transfer, Mark: self._mark,
+            Wait: self._wait, Current: self._switch, Phase: self._enter,
+        }  # fmt: skip
+
+    def act(self, event: Any) -> None:
+        """One event."""
+        self._actions[type(event)](event)
+
+    # What takes time
+
+    def _compute(self, event: Compute) -> None:
+        call = self._tape.calls[event.call]
+        lasts = self._rates.seconds(call, on_host=event.on_host)
+        if event.on_host:
+            self._limits[HOST_STEP] += call.bytes / self._rates.host_memory
+            self._host_goes_on(Span(HOST_STEP, self._host, self._host + lasts, call.name))
+            return
+        self._limits[COMPUTE if self._current is None else BESIDE] += self._rates.limit_of(call)
+        start = self._ready()
+        if self._current is None:
+            self._blame(self._streams[None], start)
+        if not self._tape.apart:
+            python = self._rates.bucket_s if call.kernel else self._rates.dispatch_s * (1 + event.before)
+            self._python += python
+            start += python
+        end = self._streams[self._current] = start + lasts
+        self._show(Span(COMPUTE if self._current is None else BESIDE, start, end, call.name))
+
+    def _begin(self, event: Begin) -> None:
+        speed = self._rates.collective(event, self._tape.members.get(event.group, range(self._ranks)))
+        of_host = speed.link == CONTROL or not self._tape.apart
+        ready = self._host_time if of_host else self._ready()
+        lane = f"group {event.group}"
+        begins = max(ready, self._free.get(lane, 0.0))
+        transfers = max(begins + speed.seconds - speed.limit_s, self._free.get(speed.link, 0.0))
+        end = transfers + speed.limit_s
+        self._free[lane] = self._free[speed.link] = end
+        self._limits[speed.link] += speed.limit_s
+        self._under_way[event.number] = self._show(Span(speed.link, end - speed.seconds, end, event.operation))
+        if self._shared:
+            self._takes[event.number] = (1 - HIDDEN_BY_CPU) * speed.seconds
+        if not self._tape.apart:
+            self._streams[None] += self._rates.bucket_s
+            self._python += self._rates.bucket_s
+
+    def _copy(self, event: Copy) -> None:
+        stream = self._current if event.stream is None else event.stream
+        behind = self._ready() if event.after is None else self._host
+        for number in event.after or ():
+            if number in self._under_way:
+                behind = max(behind, self._under_way[number].end)
+        start, lasts = max(behind, self._streams.get(stream, 0.0)), self._rates.copy(event)
+        self._streams[stream] = start + lasts
+        lane = TO_HOST if event.to_host else TO_DEVICE
+        start = max(start, self._free.get(lane, 0.0))
+        self._streams[stream] = self._free[lane] = start + lasts
+        self._limits[lane] += lasts
+        if stream is None:
+            self._exposed[lane] += lasts
+        self._under_way[event.number] = self._show(Span(lane, start, start + lasts, ""))
+
+    def _transfer(self, event: Transfer) -> None:
+        lasts = self._rates.transfer(event, self._ranks)
+        start = max(self._host_time, self._free.get(DISK, 0.0))
+        self._free[DISK] = start + lasts
+        self._limits[DISK] += lasts
+        name = "write" if event.write else "read"
+        self._under_way[event.number] = self._show(Span(DISK, start, start + lasts, name))
+
+    def _mark(self, event: Mark) -> None:
+        now = self._ready()
+        self._under_way[event.number] = Span(COMPUTE if self._current is None else BESIDE, now, now, "")
+
+    # What waits
+
+    def _wait(self, event: Wait) -> None:
+        awaited = self._under_way.get(event.number)
+        if awaited is None:  # of an earlier step
+            return
+        if not self._tape.apart:
+            self._stand_still(awaited, self._takes.pop(event.number, 0.0))
+        elif event.on_host:
+            if awaited.end > self._host:
+                self._host_goes_on(awaited._replace(start=self._host))
+        elif awaited.end > (before := self._streams.get(self._current, 0.0)):
+            self._streams[self._current] = awaited.end
+            if self._current is None:
+                self._blame(before, awaited.end, awaited)
+
+    def _stand_still(self, awaited: Span, taken: float) -> None:
+        """The CPU waits, and before that may have worked for what it waits for."""
+        before = self._streams[None]
+        self._streams[None] = max(before + taken, awaited.end)
+        self._exposed[awaited.lane] += self._streams[None] - before
+
+    def _host_goes_on(self, span: Span) -> None:
+        self._of_host.append(span)
+        self._host = span.end
+        if span.lane == HOST_STEP:
+            self._show(span)
+
+    def _switch(self, event: Current) -> None:
+        self._current = event.stream
+
+    def _enter(self, event: Phase) -> None:
+        now = self._streams[None]
+        self._phases[self._phase] += now - self._began
+        self._phase, self._began = event.name, now
+
+    @property
+    def _host_time(self) -> float:
+        return self._host if self._tape.apart else self._streams[None]
+
+    def _ready(self) -> float:
+        """When the current stream takes up what it is given now."""
+        return max(self._streams.get(self._current, 0.0), self._host)
+
+    # What is told
+
+    def _show(self, span: Span) -> Span:
+        self._timeline.append(span)
+        return span
+
+    def _blame(self, begin: float, end: float, awaited: Span | None = None) -> None:
+        """The computation stands still from ``begin`` to ``end``: for what it waits for, as long as that goes on,
+        before for what the host did."""
+        if end <= begin:
+            return
+        own = awaited.lane if awaited is not None else COMPUTE
+        left = end - begin
+        if awaited is not None:
+            part = end - max(begin, awaited.start)
+            self._exposed[own] += part
+            left, end = left - part, end - part
+        for span in reversed(self._of_host):
+            if span.end <= begin or left <= 0:
+                break
+            if (part := min(end, span.end) - max(begin, span.start)) > 0:
+                self._exposed[span.lane] += part
+                left -= part
+        if left > 0:
+            self._exposed[own] += left
+
+    def end(self) -> Times:
+        """Everything is waited for."""
+        if not self._tape.apart:
+            for number, taken in self._takes.items():
+                self._stand_still(self._under_way[number], taken)
+        now = self._streams[None]
+        last = max(self._under_way.values(), key=lambda span: span.end, default=None)
+        end = max(now, self._host, *self._streams.values(), *self._free.values())
+        if last is not None and last.end == end > self._host:
+            self._blame(now, end, last)
+        else:
+            self._blame(now, end)
+        self._enter(Phase(""))
+        busy: defaultdict[str, float] = defaultdict(float)
+        for span in self._timeline:
+            busy[span.lane] += span.end - span.start
+        self._exposed[COMPUTE] += busy[COMPUTE]
+        if self._python:
+            busy[PYTHON] = self._exposed[PYTHON] = self._python
+        parts = [Part(name, busy[name], self._exposed[name], self._limits[name]) for name in self._lanes(busy)]
+        phases = {name: seconds for name, seconds in self._phases.items() if name}
+        return Times(end, parts, phases, self._timeline, dict(self._tape.unknown), self._rates.assumed)
+
+    def _lanes(self, busy: Mapping[str, float]) -> Iterator[str]:
+        yield COMPUTE
+        yield from (name for name in busy if name != COMPUTE)
