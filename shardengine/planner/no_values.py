@@ -52,6 +52,11 @@ class NoValues(TorchDispatchMode):
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._kind = FakeTensor
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: what torch wraps around every operation costs more than what is done here."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -159,6 +164,7 @@ def without_values(*, on_gpu: bool = False, report: kernels.Report | None = None
     from torch._subclasses.fake_tensor import FakeTensor
 
     with ExitStack() as last:
+        last.enter_context(torch.compiler.set_stance("force_eager"))
         last.enter_context(kernels.without_values(report))
         if on_gpu:
             last.enter_context(KeptOnGpu())
