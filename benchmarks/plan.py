@@ -13,7 +13,7 @@ fast the machine is does not matter.
     at         the phase of the peak, as measured and as planned
 
 A run's pool has its final size once a rank has waited for others everywhere; until then a peak is lower by a bucket or
-two. So the last of ``STEPS`` steps is measured.
+two. So each rank is late in one step, and one of ``STEPS`` later ones is measured.
 
 Below that, on one rank, plain torch beside ``torch.distributed._tools.MemTracker``, and the engine beside a dry run.
 """
@@ -43,7 +43,8 @@ from shardengine.planner import DryRun, Place, dry_run, without_weights
 from tests.support.forks import Forks
 from tests.support.program_runs import free_port, join
 
-STEPS = 12
+STEPS = 3
+LATE_S = 0.5
 GOAL = 0.03
 PEERS = ("GPT-2", "Llama")
 _SPAN = "plan: "
@@ -86,6 +87,12 @@ def _life(say: Callable[[Any], None], rank: int, port: int, case: Case, chosen: 
     before = mapped()
     with counted():
         engine = shardengine.initialize(chosen.make(), case.config())
+        for late in (
+            *range(case.ranks),
+            *range(case.ranks),
+        ):  # the others issue everything before it, and their pools have their final sizes
+            _step(engine, chosen.batch)
+            _step(engine, chosen.batch, LATE_S * (rank == late))
         found = highest_of(lambda: _step(engine, chosen.batch), steps)
         more = mapped() - before
         engine.close()
@@ -146,10 +153,12 @@ def _flat(nodes: Sequence[Any]) -> Iterator[Any]:
         yield from _flat(node.children)
 
 
-def _step(engine: Any, batch: Callable[[], Mapping[str, Any]]) -> None:
+def _step(engine: Any, batch: Callable[[], Mapping[str, Any]], late_s: float = 0.0) -> None:
+    """late_s: sleep before backward."""
     for _ in range(engine.gradient_accumulation_steps()):
         with record_function(f"{_SPAN}forward"):
             value = loss_of(engine(**batch()))
+        time.sleep(late_s)
         with record_function(f"{_SPAN}backward"):
             engine.backward(value)
             del value
@@ -187,6 +196,7 @@ def tracked(chosen: Architecture) -> tuple[int, float]:
         step = _plain(chosen, tracker.track_external)
         with tracker:
             step()
+            tracker.reset_mod_stats()
             step()
         peak = tracker.get_tracker_snapshot("peak")
     return sum(each["Total"] for each in peak.values()), time.perf_counter() - began

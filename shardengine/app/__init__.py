@@ -2,6 +2,8 @@
 
 cli          arguments of the command line, and what is called
 command      train, the parent: checks everything, builds the default model, starts the ranks with torchrun
+planning     plan: what a run needs, printed and drawn; the plan that train makes of itself
+dry_run      train --dry-run
 loop         one rank: the training loop, to be read as an example of the library
 corpus       the built-in text and the small model that is made for it
 jsonl        files of JSON lines, with errors that name the line

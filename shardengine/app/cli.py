@@ -259,6 +259,18 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="FILE",
         help="write a Chrome trace of all ranks (chrome://tracing, Perfetto): compute, communication, waiting",
     )
+    plans = train.add_mutually_exclusive_group()
+    plans.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="plan what this run needs of memory and print it; nothing is trained or written. Exits with 0 where it "
+        "fits into this machine, 1 where it does not",
+    )
+    plans.add_argument(
+        "--no-plan",
+        action="store_true",
+        help="begin at once, without a plan in the header and what was measured beside it at the end",
+    )
     train.add_argument(
         "--model-cache", metavar="DIR", help="where the default model is kept (default: ~/.cache/shardengine)"
     )

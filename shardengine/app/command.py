@@ -63,6 +63,7 @@ def run(options: argparse.Namespace) -> int:
     settings = earlier.settings(options) if earlier else _settings(options)
     if options.trace is not None:
         settings = dataclasses.replace(settings, trace=check_trace(Path(options.trace)))
+    settings = dataclasses.replace(settings, plan=not options.no_plan)
     if stopping.CONTROL not in os.environ:
         _check_restarts(options, settings, inside)
         _check_lora(settings)
@@ -70,6 +71,8 @@ def run(options: argparse.Namespace) -> int:
         check_data(settings.data)
         if settings.held_out is not None:
             check_data(settings.held_out, "--eval")
+    if options.dry_run:
+        return _dry_run(settings, ranks)
     if inside:
         return _run_inside(options, settings)
     settings.read_config(ranks)
@@ -78,6 +81,17 @@ def run(options: argparse.Namespace) -> int:
     else:
         settings = dataclasses.replace(settings, output=reserve_output(options.output, settings.config))
     return _run_parent(settings, ranks, options.max_restarts or 0)
+
+
+def _dry_run(settings: Settings, ranks: int) -> int:
+    """What the run would need is planned and printed, by the first rank alone where a launcher has started several."""
+    from shardengine.app import dry_run
+
+    if os.environ.get("RANK", "0") != "0":
+        return 0
+    if settings.model is not None:
+        _check_loads(settings.model)
+    return dry_run.run(settings, ranks)
 
 
 def _run_inside(options: argparse.Namespace, settings: Settings) -> int:
@@ -239,6 +253,7 @@ def _torchrun(settings: Settings, ranks: int, control: Path, name: str) -> RankF
     launched += ["--eval-every", settings.validate_every] if settings.validate_every else []
     launched += ["--packing", settings.packing] if settings.packing is not None else []
     launched += ["--trace", settings.trace] if settings.trace is not None else []
+    launched += [] if settings.plan else ["--no-plan"]
     launched += resume.arguments(settings)
     launcher = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", name]  # on this machine alone
     launcher += ["--nproc-per-node", str(ranks), "--local-addr", "127.0.0.1", "--max-restarts", "0"]

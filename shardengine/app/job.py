@@ -65,7 +65,7 @@ def settle(options: argparse.Namespace, settings: Settings, rank_sums: RankSums,
             place["first_ranks"] = resume.first_ranks(place["output"])
         else:  # the config may have been edited meanwhile: the run keeps its own
             earlier = resume.read(found["output"]).settings(argparse.Namespace(**{**vars(options), "config": None}))
-            settings = dataclasses.replace(earlier, trace=settings.trace, job=settings.job)
+            settings = dataclasses.replace(earlier, trace=settings.trace, job=settings.job, plan=settings.plan)
     return dataclasses.replace(settings, **place)
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import shardengine
-from shardengine.app import adapters, corpus, data, global_mean, packing, reading
+from shardengine.app import adapters, corpus, data, global_mean, packing, planning, reading
 from shardengine.app.chat import Chat
 from shardengine.app.evaluation import validate
 from shardengine.app.rank_sums import RankSums
@@ -44,6 +44,7 @@ def train(settings: Settings, config: Config, rank_sums: RankSums) -> bool:
 
     tokenizer, model = load_model(settings, config.seed)
     blocks = load_data(settings, tokenizer, model)
+    plan = planning.of_run(settings, config, model, blocks, rank_sums)  # on rank 0, of what this run needs of memory
 
     engine = shardengine.initialize(
         model,
@@ -57,7 +58,7 @@ def train(settings: Settings, config: Config, rank_sums: RankSums) -> bool:
     checkpoints = Checkpoints(engine, settings, blocks, rank_sums)
     checkpoints.begin()  # a resumed run: weights, optimizer, schedule and counters are as they were, on any ranks
 
-    out.header(engine, blocks, config.notices)
+    out.header(engine, blocks, config.notices, plan.line)
     if settings.resume is None:
         out.validation(0, validate(engine, blocks.validation, rank_sums))
     batches = data.training_batches(
@@ -71,7 +72,8 @@ def train(settings: Settings, config: Config, rank_sums: RankSums) -> bool:
     interval = settings.validate_every or max(1, settings.steps // _VALIDATIONS)
     progress = Progress(engine.global_steps)
     with engine.trace(settings.trace) if settings.trace else nullcontext():
-        for progress in steps(engine, batches, settings.steps, rank_sums, stop):
+        watching = plan.watching(engine, settings.steps)
+        for progress in steps(engine, batches, settings.steps, rank_sums, stop, watching):
             out.step(engine, progress)
             if progress.step % interval == 0 or progress.step == settings.steps or progress.stopped:
                 out.validation(progress.step, validate(engine, blocks.validation, rank_sums))
@@ -80,7 +82,7 @@ def train(settings: Settings, config: Config, rank_sums: RankSums) -> bool:
     engine.average_replicas()
     engine.save_pretrained(settings.output / "model")  # collective: rank 0 writes what the others send
     out.saved(tokenizer)
-    out.summary(engine, progress)
+    out.summary(engine, progress, *plan.measured(engine))
     prompt = blocks.validation.prompt(len(blocks.validation) // 2)
     new = max(1, min(SAMPLE_TOKENS, blocks.length - len(prompt)))
     out.sample(tokenizer, prompt, sample(engine, prompt, new, tokenizer))
@@ -90,21 +92,30 @@ def train(settings: Settings, config: Config, rank_sums: RankSums) -> bool:
 
 
 def steps(
-    engine: shardengine.Engine, batches: Iterator[data.Batch], count: int, rank_sums: RankSums, stop: StopRequest
+    engine: shardengine.Engine,
+    batches: Iterator[data.Batch],
+    count: int,
+    rank_sums: RankSums,
+    stop: StopRequest,
+    watching: Callable[[int], AbstractContextManager[object]] = lambda _: nullcontext(),
 ) -> Iterable[Progress]:
-    """Run optimizer steps up to number ``count`` and yield after each; ends early when a rank was asked to stop."""
+    """Run optimizer steps up to number ``count`` and yield after each; ends early when a rank was asked to stop.
+
+    watching: of a step's number, what goes on around it.
+    """
     for number in range(engine.global_steps + 1, count + 1):
         engine.train()
         rate = engine.get_lr()[0]
         started, waited = time.perf_counter(), engine.traffic()["exposed_s_total"]
-        total = torch.zeros((), device=engine.device)
-        window = global_mean.fetch(batches, engine.gradient_accumulation_steps(), rank_sums)
-        for batch, weight in zip(window.batches, window.weights, strict=True):
-            batch = {name: tensor.to(engine.device) for name, tensor in batch.items()}
-            loss = engine(**batch, use_cache=False).loss * weight  # so that every valid token counts the same
-            engine.backward(loss)
-            engine.step()  # updates the weights after the last micro-batch of the window; before it only counts
-            total += loss.detach()
+        with watching(number):
+            total = torch.zeros((), device=engine.device)
+            window = global_mean.fetch(batches, engine.gradient_accumulation_steps(), rank_sums)
+            for batch, weight in zip(window.batches, window.weights, strict=True):
+                batch = {name: tensor.to(engine.device) for name, tensor in batch.items()}
+                loss = engine(**batch, use_cache=False).loss * weight  # so that every valid token counts the same
+                engine.backward(loss)
+                engine.step()  # updates the weights after the last micro-batch of the window; before it only counts
+                total += loss.detach()
         mean = total.item() / engine.gradient_accumulation_steps()
         loss_sum, asked = rank_sums.sums([mean, float(bool(stop))])  # so that all ranks stop after the same step
         seconds, waited = time.perf_counter() - started, engine.traffic()["exposed_s_total"] - waited
@@ -137,10 +148,11 @@ def sample(engine: shardengine.Engine, prompt: torch.Tensor, length: int, tokeni
     return new
 
 
-def load_model(settings: Settings, seed: int) -> tuple[Any, Any]:
+def load_model(settings: Settings, seed: int, *, values: bool = True) -> tuple[Any, Any]:
     """(tokenizer, causal LM in fp32) from a Hugging Face directory or name; the default one was built by the parent.
 
-    Its weights, and adapters on it, are as the settings say; random ones come from ``seed``.
+    Its weights, and adapters on it, are as the settings say; random ones come from ``seed``. values: False for a model
+    on torch's meta device, of which only the config is read, unless its files are quantised.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -150,24 +162,28 @@ def load_model(settings: Settings, seed: int) -> tuple[Any, Any]:
     name = settings.model or str(corpus.default_model(settings.model_cache))
     tokenizer = AutoTokenizer.from_pretrained(name)
     torch.manual_seed(seed)
-    if settings.init == FROM_CONFIG:
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name), dtype=torch.float32)
-    else:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    config = AutoConfig.from_pretrained(name)
+    values |= getattr(config, "quantization_config", None) is not None and settings.init != FROM_CONFIG
+    with nullcontext() if values else torch.device("meta"):
+        if settings.init == FROM_CONFIG or not values:
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
         raise UsageError(
             f"--model {name}: its tokenizer has {len(tokenizer)} tokens, its embedding only {rows} rows; "
             "expected a row for every token"
         )
-    if settings.packing == APART and (reason := packing.leaks(model)):
+    if settings.packing == APART and values and (reason := packing.leaks(model)):
         raise UsageError(
             f"--packing {APART}: {type(model).__name__} cannot keep the documents of a row apart, because {reason}; "
             "leave --packing out"
         )
     if settings.lora is not None:
         torch.manual_seed(seed)
-        model = adapters.attach(model, adapters.parse(settings.lora))
+        with nullcontext() if values else torch.device("meta"):
+            model = adapters.attach(model, adapters.parse(settings.lora))
     return tokenizer, model
 
 

@@ -1,6 +1,6 @@
 """`shardengine plan`: what a run will need, before there is a GPU or a weight. Must not know: how bytes are counted.
 
-Owns: the model of the command line, how a plan is printed and drawn.
+Owns: the model of the command line, how a plan is printed and drawn, the plan that a training makes of itself.
 
 Exit codes: 0 it fits · 1 it does not · 2 wrong usage or config.
 """
@@ -11,16 +11,34 @@ import argparse
 import json
 import logging
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from shardengine.app import adapters
-from shardengine.app.settings import check_model, read_config, require
+from shardengine.app.data import Blocks, training_batches
+from shardengine.app.rank_sums import RankSums
+from shardengine.app.settings import Settings, check_model, read_config, require
+from shardengine.config import Config
+from shardengine.engine import Engine
 from shardengine.errors import UsageError
-from shardengine.planner import Hardware, Plan, plan, show_bytes, summary_of
+from shardengine.planner import (
+    SETTLED_STEPS,
+    Hardware,
+    Plan,
+    Taken,
+    compare,
+    line_of,
+    plan,
+    plan_amid,
+    show_bytes,
+    summary_of,
+    taken_by,
+    this_machine,
+    watched,
+)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -80,19 +98,73 @@ def _default_dtype(dtype: Any) -> Iterator[None]:
 def text_of(found: Plan) -> str:
     """For people."""
     config, zero = found.config, found.config.zero_optimization
-    what = " × ".join(map(str, found.shape))
+    what, left = " × ".join(map(str, found.shape)), found.hardware.reserved_bytes
+    reserved = f"; {show_bytes(left)} of each GPU are left to CUDA and NCCL" if left else ""
     steps = f", {config.gradient_accumulation_steps} micro-batches a step" if config.gradient_accumulation_steps else ""
     return "\n".join([
-        f"{found.parameters / 1e9:.2f} billion parameters, stage {zero.stage}, micro-batches of {what}{steps}",
+        f"{_count(found.parameters)} parameters, stage {zero.stage}, micro-batches of {what}{steps}",
         f"{found.hardware}",
         "",
         summary_of(found),
         "",
         *found.sentences(),
         *time_of(found),
-        f"(some steps of the engine as rank {found.rank}, without values, in {found.seconds:.1f} s; "
-        f"{show_bytes(found.hardware.reserved_bytes)} of each GPU are left to CUDA and NCCL)",
+        f"(some steps of the engine as rank {found.rank}, without values, in {found.seconds:.1f} s{reserved})",
     ])  # fmt: skip
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.2f} billion" if number >= 1e7 else f"{number:,}"
+
+
+class RunPlan:
+    """A training's plan, on rank 0, and what one of its steps took; elsewhere nothing. found: a text where there is
+    none, which says why; None: it was not wished, or this is another rank."""
+
+    def __init__(self, found: Plan | str | None) -> None:
+        self._found, self._step, self._taken = found, 0, Taken()
+
+    @property
+    def line(self) -> str:
+        """For the header; "" where no plan was wished."""
+        return "" if self._found is None else line_of(self._found)
+
+    def watching(self, engine: Engine, last: int) -> Callable[[int], AbstractContextManager[object]]:
+        """Of a step's number, what goes on around it: one step, when buffers have their sizes, is counted on a CPU.
+
+        last: number of the last step.
+        """
+        self._step = min(engine.global_steps + SETTLED_STEPS, last)
+        counts = isinstance(self._found, Plan) and engine.device.type == "cpu"
+        return lambda number: self._watch(engine) if counts and number == self._step else nullcontext()
+
+    @contextmanager
+    def _watch(self, engine: Engine) -> Iterator[None]:
+        with watched(engine) as self._taken:
+            yield
+
+    def measured(self, engine: Engine) -> tuple[str, str]:
+        """What was planned and measured, and which part of it was more; "" where there is nothing to say."""
+        if not isinstance(self._found, Plan):
+            return "", ""
+        compared = compare(self._found, taken_by(engine, self._taken))
+        where = "rank 0" if self._taken.peak is None else f"rank 0, in step {self._step}"
+        return f"{compared.line()} on {where}", compared.sentence()
+
+
+def of_run(settings: Settings, config: Config, model: Any, blocks: Blocks, rank_sums: RankSums) -> RunPlan:
+    """The plan of the run that is about to begin: its model, its first micro-batch, this machine. Rank 0 makes it."""
+    if not settings.plan or rank_sums.rank:
+        return RunPlan(None)
+    mesh = rank_sums.mesh
+    where = this_machine(mesh.device, mesh.ranks, config)
+    return RunPlan(plan_amid(model, config, where, lambda: first_batch(config, blocks, mesh.ranks)))
+
+
+def first_batch(config: Config, blocks: Blocks, ranks: int) -> dict[str, Any]:
+    """As the loop gives it to the engine."""
+    micro_batch = config.train_micro_batch_size_per_gpu or 1
+    return {**next(training_batches(blocks.training, micro_batch, 0, ranks, config.seed)), "use_cache": False}
 
 
 def time_of(found: Plan) -> list[str]:
@@ -138,6 +210,6 @@ def draw(found: Plan, path: Path, title: str) -> None:
         axes.axvline(place, color="black", linewidth=0.4)
         axes.text(place, axes.get_ylim()[1], f" {found.timeline[place].phase}", fontsize=6, va="top")
     axes.axhline(found.hardware.usable_bytes / 1e9, color="red", linewidth=0.8)
-    axes.set(xlabel="allocations and ends of tensors", ylabel="GB on the device", title=title)
+    axes.set(xlabel="phases and blocks of the model, in order", ylabel="GB on the device", title=title)
     axes.legend(fontsize=7)
     figure.savefig(path, dpi=120)

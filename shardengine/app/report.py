@@ -55,10 +55,10 @@ class Report:
         self._started = time.monotonic()
         self._bar: Any = None
 
-    def header(self, engine: Engine, blocks: Blocks, notices: Iterable[str]) -> None:
+    def header(self, engine: Engine, blocks: Blocks, notices: Iterable[str], plan: str) -> None:
         """Say what is going to happen; write the resolved config, or take up a resumed run's metrics.
 
-        notices: of the config, as it was read.
+        notices: of the config, as it was read · plan: of the run's memory, "" where none was wished.
         """
         if not self._enabled:
             return
@@ -88,6 +88,8 @@ class Report:
             "model state": f"{_by_tier(engine.memory(), 'predicted')} per rank, predicted",
             "output": str(settings.output),
         }
+        if plan:
+            rows["plan"] = plan
         if (memory := engine.memory())["units"]:
             rows["units"] = _units(memory)
         if sentences := engine.tuning():
@@ -181,8 +183,9 @@ class Report:
         if find_spec("matplotlib") is not None:
             self._draw()
 
-    def summary(self, engine: Engine, progress: Progress) -> None:
-        """What came out, measured beside predicted."""
+    def summary(self, engine: Engine, progress: Progress, planned: str, exceeded: str) -> None:
+        """What came out, measured beside predicted. planned: memory beside the plan · exceeded: what was more than in
+        it; "" for nothing to say."""
         if not self._enabled:
             return
         if self._bar is not None:
@@ -206,6 +209,7 @@ class Report:
             if made
             else "-",
             "peak memory": f"{show_bytes(peak_bytes(engine))} on rank 0",
+            **({"plan": planned} if planned else {}),
             "model": f"{output / 'model'} ({_loader(engine)} loads it)",
             "also in": f"{output}: " + ", ".join(sorted(path.name for path in output.iterdir() if path.is_file())),
         }
@@ -214,6 +218,8 @@ class Report:
         print()
         for name, value in rows.items():
             print(f"{name + ':':<13}{value}")
+        if exceeded:
+            print(f"note: {exceeded}")
         sys.stdout.flush()
 
     def sample(self, tokenizer: Any, prompt: torch.Tensor, new: torch.Tensor) -> None:

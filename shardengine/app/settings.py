@@ -40,7 +40,7 @@ class Settings:
     again: whether ranks of the same launch have been in ``output`` before these · init: where the first weights come
     from · seed: in place of the config's · lora: adapters, see adapters.parse · held_out: a file to validate on, None:
     the last part of the data · validate_every: steps between validations, 0: a tenth of all · packing, too_long: see
-    reading.
+    reading · plan: whether what the run needs is planned before it begins.
     """
 
     config: Path
@@ -64,6 +64,7 @@ class Settings:
     validate_every: int = 0
     packing: str | None = None
     too_long: str = TRUNCATE
+    plan: bool = True
 
     def read_config(self, ranks: int) -> Config:
         """The config for ``ranks`` ranks; a run that goes on, or begins again, keeps its global batch."""

@@ -17,7 +17,7 @@ import copy
 import logging
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,8 @@ _AUTOCAST = {"no": None, "bf16": "bfloat16", "fp16": "float16"}
 _TOTAL, _MICRO, _STEPS = TRIPLE
 _TOGETHER = "expected the model and its optimizer in one call, as in accelerator.prepare(model, optimizer, ...)"
 _made: weakref.WeakSet[Engine] = weakref.WeakSet()
+BeforeEngine = Callable[[nn.Module | None, Config, torch.optim.Optimizer | None], None]
+"""Is given a model that is whole (None where an earlier engine has left it sharded), the config and the optimizer."""
 
 
 class ConfigOptimizer(torch.optim.Optimizer):
@@ -90,6 +92,7 @@ class ShardAccelerator(Accelerator):
     _unsynchronised: list[Engine]
     _saving: dict[str, Any] | None = None
     _told_of_clipping = False
+    _before_engine: BeforeEngine | None = None
 
     def __init__(self, *args: Any, engine_config: Mapping[str, Any] | str | Path | None = None, **kwargs: Any) -> None:
         """engine_config: the engine's config, a dict or the path of a JSON file. Sizes and precision that it leaves
@@ -102,12 +105,17 @@ class ShardAccelerator(Accelerator):
 
     @classmethod
     def adopt(
-        cls, accelerator: Accelerator, engine_config: Mapping[str, Any] | str | Path | None, auto: Mapping[str, Any]
+        cls,
+        accelerator: Accelerator,
+        engine_config: Mapping[str, Any] | str | Path | None,
+        auto: Mapping[str, Any],
+        before_engine: BeforeEngine | None = None,
     ) -> ShardAccelerator:
         """``accelerator``, which has prepared nothing yet, as one of ours. auto: dotted name → what counts where the
-        config says "auto"."""
+        config says "auto" · before_engine: called before each engine is made that trains."""
         accelerator.__class__ = cls
         assert isinstance(accelerator, ShardAccelerator)
+        accelerator._before_engine = before_engine
         accelerator._begin(engine_config, auto)
         return accelerator
 
@@ -241,7 +249,8 @@ class ShardAccelerator(Accelerator):
         return pairs
 
     def _shard(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, batch: int | None) -> Engine:
-        for before in [engine for engine in _made if engine.module is model]:
+        earlier = [engine for engine in _made if engine.module is model]
+        for before in earlier:
             before.close(restore=False)
         given = None if isinstance(optimizer, ConfigOptimizer) else optimizer
         own = given is None and "optimizer" in self.engine_config
@@ -249,6 +258,8 @@ class ShardAccelerator(Accelerator):
         config = self._config(batch or 1, optimizer=own, trains=own or given is not None)
         if isinstance(optimizer, ConfigOptimizer) and config.optimizer is None:
             raise UsageError('ConfigOptimizer: expected "optimizer" in engine_config, it stands for that one')
+        if self._before_engine is not None and (own or given is not None):
+            self._before_engine(None if earlier else model, config, given)
         prepared = super().prepare_model(model, device_placement=False, evaluation_mode=True)
         self._models = [each for each in self._models if each is not model and each is not prepared]
         parameters = optimizer.param_groups if isinstance(optimizer, ConfigOptimizer) else None

@@ -1,7 +1,7 @@
 """ShardTrainer: transformers' Trainer over our engine; ShardTrainerMixin makes one of any class derived from Trainer.
 
-Owns: what Trainer's arguments mean for an engine, saving and resuming. Must not know: the engine behind its public
-surface.
+Owns: what Trainer's arguments mean for an engine, saving and resuming, the log of a plan. Must not know: the engine
+behind its public surface.
 
 [Note: One engine] The engine that the first ``train()`` makes stays for evaluation and for the next ``train()``, with
 the optimizer's states, as Trainer keeps a DDP model. Trainer evaluates the model itself, whose weights gather where it
@@ -33,6 +33,17 @@ from shardengine.engine import Engine
 from shardengine.errors import UsageError
 from shardengine.integrations.accelerate import ConfigOptimizer, ShardAccelerator, ShardOptimizer, written
 from shardengine.optim import lr_schedules
+from shardengine.planner import (
+    SETTLED_STEPS,
+    Plan,
+    Taken,
+    compare,
+    line_of,
+    plan_amid,
+    taken_by,
+    this_machine,
+    watched,
+)
 
 _log = logging.getLogger(__name__)
 _MANY = 10**9
@@ -59,6 +70,16 @@ class ShardTrainerMixin:
     state: Any
     _save: Any
     push_to_hub: Any
+    compute_loss: Any
+    compute_loss_func: Any
+    label_smoother: Any
+    train_dataset: Any
+    data_collator: Any
+    _train_batch_size: int
+    _get_collator_with_removed_columns: Any
+    _planned: Plan | str | None = None
+    _taken: Taken | None = None
+    _first_step: int | None = None
 
     def __init__(self, *args: Any, engine_config: Mapping[str, Any] | str | Path | None = None, **kwargs: Any) -> None:
         """Arguments of the class beside. ConfigError with every problem of the config, UsageError for arguments that an
@@ -80,7 +101,7 @@ class ShardTrainerMixin:
             told = [each for each in self._read_schedule(_MANY).notices if "scheduler" in each]
             if told and self.accelerator.is_main_process:
                 _log.warning("of the config: %s", "; ".join(told))
-        self.accelerator = ShardAccelerator.adopt(self.accelerator, tree, _auto(self.args))
+        self.accelerator = ShardAccelerator.adopt(self.accelerator, tree, _auto(self.args), self._log_plan)
 
     @property
     def engine(self) -> Engine | None:
@@ -137,6 +158,59 @@ class ShardTrainerMixin:
     def _clip_grad_norm(self, model: Any) -> Any:
         """The engine clips, to what the config or ``max_grad_norm`` says."""
         return self.accelerator.clip_grad_norm_(model.parameters(), float("inf"))
+
+    # Planning
+
+    def _log_plan(self, model: nn.Module | None, config: Config, optimizer: torch.optim.Optimizer | None) -> None:
+        """Log, on rank 0 and where anybody hears it, what the coming training needs of memory."""
+        self._planned, self._taken, self._first_step = None, None, None
+        if not self.accelerator.is_main_process or not _log.isEnabledFor(logging.INFO):
+            return
+        if model is None:
+            self._planned = "the model is sharded by an earlier engine"
+        elif type(self).compute_loss is not Trainer.compute_loss or "compute_loss" in vars(self) or self._smooths:
+            self._planned = "the loss is not the one that the model returns"
+        else:
+            where = this_machine(self.accelerator.device, self.accelerator.num_processes, config)
+            self._planned = plan_amid(model, config, where, self._first_rows, optimizer=optimizer)
+        _log.info("plan: %s", line_of(self._planned))
+
+    @property
+    def _smooths(self) -> bool:
+        return self.label_smoother is not None or self.compute_loss_func is not None
+
+    def _first_rows(self) -> dict[str, Any]:
+        """A micro-batch, without the loader, whose order would be another afterwards."""
+        if isinstance(self.train_dataset, torch.utils.data.IterableDataset):
+            raise UsageError("the training data has no rows by number: expected some")
+        count = min(self._train_batch_size, len(self.train_dataset))
+        rows = [self.train_dataset[index] for index in range(count)]
+        return {**self._get_collator_with_removed_columns(self.data_collator, description="training")(rows)}
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's; where memory was planned, one step's forward and backward are counted on a CPU."""
+        engine, step = self.engine, self.state.global_step
+        if engine is None or not isinstance(self._planned, Plan) or engine.device.type != "cpu":
+            return super().training_step(*args, **kwargs)  # type: ignore[misc]
+        if self._first_step is None:
+            self._first_step = step
+        if step + 1 != min(self._first_step + SETTLED_STEPS, self.state.max_steps):
+            return super().training_step(*args, **kwargs)  # type: ignore[misc]
+        with watched(engine) as taken:
+            loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        if self._taken is None or (taken.peak or 0) > (self._taken.peak or 0):
+            self._taken = taken
+        return loss
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's; where memory was planned, what was measured is logged beside it."""
+        found = super().train(*args, **kwargs)  # type: ignore[misc]
+        if self.engine is not None and isinstance(self._planned, Plan):
+            compared = compare(self._planned, taken_by(self.engine, self._taken))
+            _log.info("plan: %s", compared.line())
+            if compared.exceeds:
+                _log.warning("%s", compared.sentence())
+        return found
 
     # Saving
 

@@ -2,6 +2,8 @@
 
 memory_plan   `shardengine.plan`: what each tier needs, and whether it fits
 hardware      what there is, as people write it
+machine       what there is, here
+comparison    a plan beside the run for which it was made
 batches       a micro-batch for a model of transformers
 dry_engine    some steps of an engine as one rank of many
 no_disk       a file of the tiers that keeps nothing
@@ -21,9 +23,20 @@ from __future__ import annotations
 
 from shardengine.planner.absent_ranks import AbsentMesh, EchoStore, Issued, Silent, SilentWire, absent_mesh
 from shardengine.planner.calibration import measured, measured_calls
+from shardengine.planner.comparison import (
+    SETTLED_STEPS,
+    Comparison,
+    Taken,
+    compare,
+    line_of,
+    plan_amid,
+    taken_by,
+    watched,
+)
 from shardengine.planner.dry_engine import DryRun, Place, dry_run
 from shardengine.planner.hardware import Hardware, Link, show_bytes
 from shardengine.planner.ledger import Ledger, Moment, highest
+from shardengine.planner.machine import this_machine
 from shardengine.planner.memory_plan import Plan, Tier, plan, summary_of
 from shardengine.planner.no_values import NoValues, without_values, without_weights
 from shardengine.planner.rates import Rates
@@ -31,7 +44,9 @@ from shardengine.planner.replay import Part, Times, simulate
 from shardengine.planner.tape import Tape
 
 __all__ = [
+    "SETTLED_STEPS",
     "AbsentMesh",
+    "Comparison",
     "DryRun",
     "EchoStore",
     "Hardware",
@@ -46,18 +61,25 @@ __all__ = [
     "Rates",
     "Silent",
     "SilentWire",
+    "Taken",
     "Tape",
     "Tier",
     "Times",
     "absent_mesh",
+    "compare",
     "dry_run",
     "highest",
+    "line_of",
     "measured",
     "measured_calls",
     "plan",
+    "plan_amid",
     "show_bytes",
     "simulate",
     "summary_of",
+    "taken_by",
+    "this_machine",
+    "watched",
     "without_values",
     "without_weights",
 ]

@@ -28,7 +28,8 @@ from shardengine.engine import Engine, initialize
 from shardengine.errors import ShardEngineError, UsageError
 from shardengine.offload import HOST, CopyStream, Done, Fetched, Platform
 from shardengine.planner.absent_ranks import Issued, SilentWire, absent_mesh
-from shardengine.planner.ledger import Ledger, Moment, highest
+from shardengine.planner.layers import AFTER, blocks_of
+from shardengine.planner.ledger import Ledger, Moment, highest, tensors_in
 from shardengine.planner.no_disk import NoDisk
 from shardengine.planner.no_values import NoValues, without_values
 from shardengine.planner.tape import Copy, Current, Mark, Recorder, Tape, Wait
@@ -59,18 +60,29 @@ class Place:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a run has shown. device, host: after each event of initialize and of the last step, what is alive there; the
-    host's are empty where the device is the CPU · issued: the collectives of the last step · memory: what the engine
-    says (``Engine.memory``) · seconds: that it took · tape: all of the last step that takes time."""
+    """What a run has shown.
+
+    device, host: what is alive there in initialize and in the steps, of each stretch of one phase and unit the moment
+    with most; the host's are empty where the device is the CPU · at_rest, host_at_rest: after the last step · issued:
+    the collectives of that step · memory: what the engine says (``Engine.memory``) · seconds: that it took ·
+    tape: all of that step that takes time · depths, layers: of the shorter models by which it was found, and how many
+    the whole one has; empty where that ran. Then ``issued`` and ``tape`` are the deepest one's, ``tape_before`` that of
+    the one before.
+    """
 
     device: list[Moment]
     host: list[Moment]
+    at_rest: Moment
+    host_at_rest: Moment
     issued: list[Issued]
     memory: Mapping[str, float]
     config: Any
     parameters: int
     seconds: float
     tape: Tape
+    depths: tuple[int, ...] = ()
+    layers: int = 0
+    tape_before: Tape | None = None
 
     @property
     def peak(self) -> Moment:
@@ -85,11 +97,6 @@ class DryRun:
     def host_peak(self) -> Moment:
         """In the host's memory, where that is another."""
         return highest(self.host, (INITIALIZE, FORWARD, BACKWARD, STEP))
-
-    @property
-    def at_rest(self) -> Moment:
-        """On the device, after the step."""
-        return self.device[-1]
 
 
 class _Late(Done):
@@ -203,8 +210,9 @@ def dry_run(
     place: Place,
     loss: Callable[[Any], Tensor],
     options: Mapping[str, Any] | None = None,
+    steps: int = STEPS,
 ) -> DryRun:
-    """Run ``STEPS`` steps with the same buckets.
+    """Run ``steps`` steps with the same buckets.
 
     make: makes the model, inside of ``without_values`` · batch: a micro-batch · loss: of what the model returns ·
     options: further arguments of ``initialize``.
@@ -232,9 +240,10 @@ def dry_run(
         )  # fmt: skip
         engine = initialize(model, config, mesh=mesh, **(options or {}))
         _name_kept(ledger, engine)
+        _tell_units(ledger, engine.module)
         with _told():
             alike = 0
-            while alike < STEPS:
+            while alike < steps:
                 layout = engine._core.layout
                 wire.issued.clear()
                 recorder.start()
@@ -242,11 +251,12 @@ def dry_run(
                 alike = alike + 1 if engine._core.layout is layout else 0
         tape = recorder.stop(partial(_members, mesh))
         memory = engine.memory()
-        of_device = ledger.moments(lambda kind: kind != MAPPED and not kind.startswith(_HOST_SIDE), _UNNAMED)
-        of_host = ledger.moments(lambda kind: kind.startswith(_HOST_SIDE), _UNNAMED)
+        device, rests = ledger.moments(lambda kind: kind != MAPPED and not kind.startswith(_HOST_SIDE), _UNNAMED)
+        host, host_rests = ledger.moments(lambda kind: kind.startswith(_HOST_SIDE), _UNNAMED)
         found = DryRun(
-            of_device, of_host, list(wire.issued), memory, engine.config, parameters, time.perf_counter() - began, tape
-        )
+            device, host, rests, host_rests, list(wire.issued), memory, engine.config, parameters,
+            time.perf_counter() - began, tape,
+        )  # fmt: skip
         ledger.begin("")
         engine.close()
     return found
@@ -271,6 +281,34 @@ def _train(
         ledger.begin(STEP)
         engine.step()
     _name_kept(ledger, engine)
+
+
+def _tell_units(ledger: Ledger, model: nn.Module) -> None:
+    """From now on the ledger knows which block of ``model`` computes. One's backward begins when its output has its
+    gradient; what is after the last in forward, or before it in backward, is in no unit."""
+
+    def hook(block: nn.Module, name: str) -> None:
+        def begins(*_: Any) -> None:
+            if ledger.phase == FORWARD:
+                ledger.begin(FORWARD, name)
+
+        def turns(_: Any) -> None:
+            ledger.begin(BACKWARD, name)
+
+        def ends(_module: nn.Module, _args: Any, result: Any) -> None:
+            if ledger.phase != FORWARD:
+                return
+            ledger.begin(FORWARD, AFTER + name)
+            for each in tensors_in(tuple(result.values()) if isinstance(result, Mapping) else result):
+                if each.requires_grad:
+                    each.register_hook(turns)
+                    return
+
+        block.register_forward_pre_hook(begins)
+        block.register_forward_hook(ends)
+
+    for name, block in blocks_of(model):
+        hook(block, name)
 
 
 def _name_kept(ledger: Ledger, engine: Engine) -> None:

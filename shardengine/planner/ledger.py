@@ -23,10 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 @dataclass(frozen=True)
 class Moment:
-    """After an event. phase: what went on · alive: bytes by kind."""
+    """After an event. phase: what went on · alive: bytes by kind · unit: in which part of the model, "" for none."""
 
     phase: str
     alive: Mapping[str, int]
+    unit: str = ""
 
     @property
     def bytes(self) -> int:
@@ -43,12 +44,13 @@ class _Storage:
 
 @dataclass
 class Ledger(TorchDispatchMode):
-    """Counts, inside. phase: what goes on · grain: bytes of which an allocation is a whole
-    number, as an allocator rounds (512: CUDA's)."""
+    """Counts, inside. phase, unit: what goes on, and where · grain: bytes of which an allocation is a whole number, as
+    an allocator rounds (512: CUDA's)."""
 
     grain: int = 1
     phase: str = ""
-    _events: list[tuple[str, int, int]] = field(default_factory=list)
+    unit: str = ""
+    _events: list[tuple[str, str, int, int]] = field(default_factory=list)
     _alive: dict[int, _Storage] = field(default_factory=dict)
     _kinds: dict[int, str] = field(default_factory=dict)
     _made: int = 0
@@ -88,9 +90,9 @@ class Ledger(TorchDispatchMode):
                 self._see(each.untyped_storage())
         return result
 
-    def begin(self, phase: str) -> None:
-        """What is made or ends from now on does so in ``phase``."""
-        self.phase = phase
+    def begin(self, phase: str, unit: str = "") -> None:
+        """What is made or ends from now on does so in ``phase``, in ``unit``."""
+        self.phase, self.unit = phase, unit
 
     def name(self, tensor: Tensor, kind: str) -> Tensor:
         """Say what the storage of ``tensor`` is for, now or ever since; ``tensor``."""
@@ -114,7 +116,7 @@ class Ledger(TorchDispatchMode):
             self._made += 1
             known = self._alive[key] = _Storage(self._made, weakref.ref(storage, self._ending(key)), 0)
         if size != known.bytes:
-            self._events.append((self.phase, known.number, size - known.bytes))
+            self._events.append((self.phase, self.unit, known.number, size - known.bytes))
             known.bytes = size
         return known.number
 
@@ -131,20 +133,29 @@ class Ledger(TorchDispatchMode):
     def _end(self, key: int, known: _Storage) -> None:
         del self._alive[key]
         if known.bytes:
-            self._events.append((self.phase, known.number, -known.bytes))
+            self._events.append((self.phase, self.unit, known.number, -known.bytes))
 
-    def moments(self, of: Callable[[str], bool], otherwise: Mapping[str, str]) -> list[Moment]:
-        """After every event, with what is alive of the kinds for which ``of`` holds. otherwise: the phase in which it
-        was made → the kind of what nobody has named."""
+    def moments(self, of: Callable[[str], bool], otherwise: Mapping[str, str]) -> tuple[list[Moment], Moment]:
+        """Of each stretch of one phase and unit the moment at which most is alive, in order; and the last moment. What
+        counts are the kinds for which ``of`` holds. otherwise: the phase in which a storage was made → the kind of what
+        nobody has named."""
         found: list[Moment] = []
         alive: Counter[str] = Counter()
         kinds = dict(self._kinds)
-        for phase, number, size in self._events:
+        place, total, most = ("", ""), 0, -1
+        for phase, unit, number, size in self._events:
             kind = kinds.setdefault(number, otherwise.get(phase, phase))
-            if of(kind):
-                alive[kind] += size
-                found.append(Moment(phase, dict(alive)))
-        return found
+            if not of(kind):
+                continue
+            alive[kind] += size
+            total += size
+            if (phase, unit) != place:
+                place, most = (phase, unit), -1
+                found.append(Moment(phase, {}, unit))
+            if total > most:
+                most = total
+                found[-1] = Moment(phase, dict(alive), unit)
+        return found, Moment(place[0], dict(alive))
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -5,39 +5,56 @@ Owns: the result, what of it is said. Must not know: how bytes are counted (dry_
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shardengine.config import Config, load_config
 from shardengine.engine import Engine
 from shardengine.errors import UsageError
 from shardengine.planner import batches
-from shardengine.planner.dry_engine import FORWARD, INITIALIZE, STATES, STEP, DryRun, Place, bytes_by_kind, dry_run
+from shardengine.planner.deep_model import deep_run
+from shardengine.planner.dry_engine import (
+    FORWARD,
+    INITIALIZE,
+    STATES,
+    STEP,
+    STEPS,
+    DryRun,
+    Place,
+    bytes_by_kind,
+    dry_run,
+)
 from shardengine.planner.hardware import Hardware, show_bytes
+from shardengine.planner.layers import Layers, layers_of, shorter
 from shardengine.planner.ledger import Moment
-from shardengine.planner.no_values import NoValues, without_weights
+from shardengine.planner.no_values import NoValues, without_values, without_weights
 from shardengine.planner.rates import Rates
-from shardengine.planner.replay import Times, simulate
+from shardengine.planner.replay import Times, carried_times, simulate
 
 
 @dataclass(frozen=True)
 class Tier:
     """What one rank needs of one tier. peak: at most, in a step · at_peak: of what that consists, by kind · phase: in
-    which it is reached · rests: between steps · initialize: while the engine is made, at most; on a GPU the model comes
-    from the host · has: bytes that there are, None: not asked."""
+    which it is reached · at_rest: between steps, by kind · initialize: while the engine is made, at most; on a GPU the
+    model comes from the host · has: bytes that there are, None: not asked."""
 
     name: str
     peak: int
     at_peak: Mapping[str, int]
     phase: str
-    rests: int
+    at_rest: Mapping[str, int]
     initialize: int
     has: int | None
+
+    @property
+    def rests(self) -> int:
+        """Bytes between steps."""
+        return sum(self.at_rest.values())
 
     @property
     def fits(self) -> bool:
@@ -51,8 +68,9 @@ class Plan:
     the config has the tier nvme.
 
     config: with defaults, for this number of ranks · parameters: of the model · shape: of a micro-batch's first tensor
-    · timeline: after each event of initialize and of the steps what is alive on the device · seconds: that it took ·
-    time: of a step, where something is known of how fast the hardware is.
+    · timeline: what is alive on the device at the highest moment of each phase and block · seconds: that it took ·
+    time: of a step, where something is known of how fast the hardware is · depths: layers of the shorter models by
+    which it was found; empty where all layers ran.
     """
 
     hardware: Hardware
@@ -66,6 +84,7 @@ class Plan:
     timeline: list[Moment]
     seconds: float
     time: Times | None = None
+    depths: tuple[int, ...] = ()
 
     @property
     def tiers(self) -> list[Tier]:
@@ -121,6 +140,7 @@ def plan(
     batch: Mapping[str, Any] | None = None,
     length: int | None = None,
     loss: Callable[[Any], Tensor] = batches.loss_of,
+    exact: bool = False,
     rates: Rates | None = None,
     **options: Any,
 ) -> Plan:
@@ -128,9 +148,9 @@ def plan(
 
     model: it stays as it is, with or without weights; or a function that makes one · hardware: "4x24GB", or a
     ``Hardware`` · batch: a micro-batch, as ``engine(**batch)`` gets it; default zeros for a model of transformers, of
-    ``train_micro_batch_size_per_gpu`` samples and ``length`` tokens · loss: of what forward returns · rates: how fast
-    the hardware is; default ``Rates.given`` where ``hardware`` says something of its speeds · options: ``initialize``'s
-    (optimizer, …).
+    ``train_micro_batch_size_per_gpu`` samples and ``length`` tokens · loss: of what forward returns · exact: all layers
+    run, where else three shorter models may do · rates: how fast the hardware is; default ``Rates.given`` where
+    ``hardware`` says something of its speeds · options: ``initialize``'s (optimizer, …).
 
     The engine runs some steps dry (docs/decisions.md): what the model's own code makes is counted, whatever it is. The
     rank is one in the middle. ``UsageError`` where that code asks for values that only data has.
@@ -139,25 +159,60 @@ def plan(
     if not isinstance(where, Hardware):
         raise UsageError(f'plan: expected hardware to be a text, as "4x24GB", or a Hardware, got {where!r}')
     resolved = load_config(config).resolve_batch(where.ranks)
-    samples = resolved.train_micro_batch_size_per_gpu or 1
-    place = Place(where.ranks, where.ranks // 2, apart=where.is_gpu, device_bytes=where.usable_bytes)
-    made: list[Mapping[str, Any]] = [] if batch is None else [batches.on_host(batch)]
-    options.pop("lr_scheduler", None)  # it takes no memory, and knows an optimizer that is not the copy
-
-    def make(mode: NoValues) -> nn.Module:
+    given = None if batch is None else batches.on_host(batch)
+    with without_values():
         found = _made(model)
-        if not made:
-            made.append(batches.example(found, samples, length))
-        copied, optimizer = without_weights(found, mode, options.get("optimizer"))
-        options["optimizer"] = optimizer
-        assert isinstance(copied, nn.Module)
-        return copied
-
-    run = dry_run(make, lambda: made[0], resolved, place, loss, options)
+        used = given or batches.example(found, resolved.train_micro_batch_size_per_gpu or 1, length)
+    place = Place(where.ranks, where.ranks // 2, apart=where.is_gpu, device_bytes=where.usable_bytes)
+    options.pop("lr_scheduler", None)  # it takes no memory, and knows an optimizer that is not the copy
+    task = _Task(found, used, resolved, place, loss, options)
+    run = task.run_all(exact)
     if rates is None and where.has_speeds:
         rates = Rates.given(where)
-    time = None if rates is None else simulate(run.tape, rates, where.ranks)
-    return dataclasses.replace(_plan_of(run, where, place.rank, made[0]), time=time)
+    time = None if rates is None else _times(run, rates, where.ranks)
+    return replace(_plan_of(run, where, place.rank, used), time=time)
+
+
+def _times(run: DryRun, rates: Rates, ranks: int) -> Times:
+    found = simulate(run.tape, rates, ranks)
+    if run.tape_before is None:
+        return found
+    return carried_times((simulate(run.tape_before, rates, ranks), found), run.depths[-2:], run.layers)
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What is run dry, whole or with fewer layers."""
+
+    model: nn.Module
+    batch: Mapping[str, Any]
+    config: Config
+    place: Place
+    loss: Callable[[Any], Tensor]
+    options: Mapping[str, Any]
+
+    def run_all(self, exact: bool) -> DryRun:
+        """By shorter models where they say the same; an optimizer that exists knows all layers' parameters."""
+        layers = None if exact or self._optimizer_exists else layers_of(self.model)
+        run = lambda depth: self._run(layers, depth)  # noqa: E731
+        found = None if layers is None else deep_run(layers, run, lambda: self._run(steps=0))
+        return found or self._run()
+
+    @property
+    def _optimizer_exists(self) -> bool:
+        return isinstance(self.options.get("optimizer"), torch.optim.Optimizer)
+
+    def _run(self, layers: Layers | None = None, depth: int = 0, steps: int = STEPS) -> DryRun:
+        options = dict(self.options)
+
+        def make(mode: NoValues) -> nn.Module:
+            if layers is not None:
+                return shorter(self.model, layers, depth, lambda gone: without_weights(self.model, mode, instead=gone))
+            copied, options["optimizer"] = without_weights(self.model, mode, options.get("optimizer"))
+            assert isinstance(copied, nn.Module)
+            return copied
+
+        return dry_run(make, lambda: self.batch, self.config, self.place, self.loss, options, steps)
 
 
 def _made(model: Any) -> nn.Module:
@@ -177,18 +232,18 @@ def _plan_of(run: DryRun, where: Hardware, rank: int, batch: Mapping[str, Any]) 
     name = "GPU" if where.is_gpu else "memory"
     peak, host = run.peak, run.host_peak
     device = Tier(
-        name, peak.bytes, dict(bytes_by_kind(peak)), peak.phase, run.at_rest.bytes, run.peak_in(INITIALIZE).bytes,
-        where.usable_bytes,
+        name, peak.bytes, dict(bytes_by_kind(peak)), peak.phase, dict(bytes_by_kind(run.at_rest)),
+        run.peak_in(INITIALIZE).bytes, where.usable_bytes,
     )  # fmt: skip
     on_host = Tier(
-        "host", host.bytes, dict(bytes_by_kind(host)), host.phase, run.host[-1].bytes if run.host else 0, 0,
+        "host", host.bytes, dict(bytes_by_kind(host)), host.phase, dict(bytes_by_kind(run.host_at_rest)), 0,
         where.per_rank(where.host_bytes),
     )  # fmt: skip
     kept = round(run.memory["measured_disk_bytes"])
-    on_disk = Tier("disk", kept, {STATES: kept}, STEP, kept, kept, where.per_rank(where.disk_bytes))
+    on_disk = Tier("disk", kept, {STATES: kept}, STEP, {STATES: kept}, kept, where.per_rank(where.disk_bytes))
     return Plan(
         where, run.config, rank, run.parameters, shapes, device, on_host if where.is_gpu and run.host else None,
-        on_disk if kept else None, run.device, run.seconds,
+        on_disk if kept else None, run.device, run.seconds, depths=run.depths,
     )  # fmt: skip
 
 

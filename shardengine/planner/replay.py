@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from shardengine.planner.rates import (
@@ -99,6 +99,25 @@ def simulate(tape: Tape, rates: Rates, ranks: int = 1) -> Times:
     for event in tape.events:
         run.act(event)
     return run.end()
+
+
+def carried_times(known: Sequence[Times], depths: Sequence[int], layers: int) -> Times:
+    """Of a model with all ``layers``, by those of two with fewer (layers: [Note: Fewer layers]): a step grows by the
+    same time with each. The timeline is the deeper one's, ``unknown`` too."""
+    early, late = known
+    more = (layers - depths[1]) / (depths[1] - depths[0])
+
+    def line(before: float, after: float) -> float:
+        return max(0.0, after + (after - before) * more)
+
+    parts = [
+        Part(
+            part.name, *(line(before, after) for before, after in zip(early.part(part.name)[1:], part[1:], strict=True))
+        )
+        for part in late.parts
+    ]
+    phases = {name: line(early.phases.get(name, 0.0), seconds) for name, seconds in late.phases.items()}
+    return replace(late, seconds=line(early.seconds, late.seconds), parts=parts, phases=phases)
 
 
 class _Run:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from shardengine.app.cli import main
+from shardengine.planner import machine
+from tests.app import tiny_chat
 
 pytest.importorskip("transformers")
 
@@ -90,3 +95,82 @@ def test_what_is_wrong_is_said(
     model = [] if "--model" in options else ["--model", folder_of(tmp_path, GPT2)]
     assert main(["plan", *model, "--config", config, *options]) == 2
     assert said in capsys.readouterr().err
+
+
+# train --dry-run
+
+
+@pytest.fixture
+def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """``trained(*options)``: the exit code of train --dry-run; of a tiny model with its tokenizer, on chats."""
+    tiny_chat.save(tmp_path / "llama")
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SHARDENGINE_DEVICE", "cpu")
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def run(*options: str, config: str) -> int:
+        given = {"--model": str(tmp_path / "llama"), "--data": str(tmp_path / "text.txt"), "--length": "48"}
+        given |= dict(zip(options[::2], options[1::2], strict=True))
+        return main(["train", "--dry-run", "--config", config, *(word for pair in given.items() for word in pair)])
+
+    return run
+
+
+def test_a_dry_run_plans_the_run_that_train_would_make(
+    trained: Callable[..., int], config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    assert trained("--ranks", "2", config=config) == 0
+    said = capsys.readouterr().out
+    assert "stage 3, micro-batches of 2 × 48, 2 micro-batches a step\n2 CPU ranks of " in said
+    assert "memory: fits, " in said and "left to CUDA" not in said
+    assert sorted(tmp_path.rglob("*")) == before and not torch.distributed.is_initialized()
+    (tmp_path / "llama" / "model.safetensors").unlink()  # no weight is read
+    assert trained("--ranks", "4", "--length", "24", config=config) == 0
+    assert "micro-batches of 2 × 24, 2 micro-batches a step\n4 CPU ranks of " in capsys.readouterr().out
+    pytest.importorskip("peft")
+    assert trained("--ranks", "2", "--lora", "r=2", config=config) == 0
+    adapters = capsys.readouterr().out
+    states = [re.search(r"^memory.*", text, re.MULTILINE) for text in (said, adapters)]
+    assert states[0] is not None and states[1] is not None and states[0][0] != states[1][0]
+
+
+def test_a_dry_run_of_what_does_not_fit_ends_with_1(
+    trained: Callable[..., int], config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(machine, "host_bytes", lambda: 400_000)
+    assert trained("--ranks", "2", config=config) == 1
+    assert "memory: does not fit, " in (said := capsys.readouterr().out) and "2 CPU ranks of 200.0 kB" in said
+
+
+def test_a_dry_run_under_a_launcher_is_that_of_all_its_ranks_and_printed_once(
+    trained: Callable[..., int], config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "6"), ("LOCAL_WORLD_SIZE", "3")):
+        monkeypatch.setenv(name, value)
+    assert trained(config=config) == 0
+    assert "6 CPU ranks of " in capsys.readouterr().out
+    monkeypatch.setenv("RANK", "4")
+    assert trained(config=config) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_a_dry_run_of_a_model_that_asks_for_values_is_refused(
+    trained: Callable[..., int], config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    facts = json.loads((tmp_path / "llama" / "config.json").read_text())
+    facts |= {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
+    facts |= {"num_key_value_heads": 2, "num_experts_per_tok": 2}
+    facts.pop("head_dim", None)
+    (tmp_path / "llama" / "config.json").write_text(json.dumps(facts | {"experts_implementation": "eager"}))
+    assert trained("--ranks", "2", config=config) == 2
+    assert "train: plan: the model asks for what only data says" in capsys.readouterr().err
+
+
+def test_a_dry_run_and_no_plan_are_one_too_many(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", "--config", config, "--dry-run", "--no-plan"])
+    assert "not allowed with" in capsys.readouterr().err

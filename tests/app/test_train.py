@@ -9,13 +9,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from shardengine.app import corpus, data, evaluation, loop, reading, report, settings, stopping
+from shardengine.app import corpus, data, evaluation, loop, planning, reading, report, settings, stopping
 from shardengine.app.cli import main
 from shardengine.app.rank_sums import RankSums
 from shardengine.comm import RankFailure, mesh
@@ -328,6 +330,12 @@ def test_train_end_to_end(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixt
         "sample after",
     ):
         assert words in out
+    assert re.search(r"\nplan: +memory [\d.]+ [kM]B of [\d.]+ GB at most per rank\n", out), out
+    plan = re.search(
+        r"\nplan: +([\d.]+) ([kM]B) planned, ([\d.]+) \2 measured at most \(.*%\) on rank 0, in step 6\n", out
+    )
+    assert plan is not None, out
+    assert float(plan[3]) == pytest.approx(float(plan[1]), rel=0.1)  # a bucket is a part of so small a run
     waited = re.search(r"waiting: +([\d.]+) ms of a step \(([\d.]+)%\) for communication", out)
     assert waited is not None, out
     milliseconds, percent = map(float, waited.groups())
@@ -345,6 +353,67 @@ def test_train_end_to_end(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     again = ["--config", tiny / "config.json", "--model", tiny / "model", "--data", tiny / "text.txt"]
     assert main(["train", *map(str, again), "--output", str(output)]) == 2
     assert "never overwrites" in capsys.readouterr().err
+
+
+@pytest.fixture
+def alone(tiny: Path, tmp_path: Path, handlers: None) -> Callable[..., Path]:
+    """``alone(name, plan=…)``: one rank trains in this process; where it has written to."""
+
+    def train(name: str, **more: Any) -> Path:
+        output = tmp_path / name
+        output.mkdir()
+        chosen = settings.Settings(
+            tiny / "config.json", str(tiny / "model"), str(tiny / "text.txt"), 3, output, tmp_path, 32, planned_steps=3,
+            **more,
+        )  # fmt: skip
+        rank_sums = RankSums(mesh.build(torch.device("cpu")))
+        loop.train(chosen, chosen.read_config(1), rank_sums)
+        return output
+
+    return train
+
+
+def test_a_plan_changes_no_bit_and_may_be_left_out(
+    alone: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_plan = alone("with")
+    assert re.findall(r"^plan: .*", said := capsys.readouterr().out, re.MULTILINE), said
+    assert re.search(
+        r"^plan: +(\S+ \S+) planned, \1 measured at most \(\+0.\d%\) on rank 0, in step 3$", said, re.MULTILINE
+    )
+    assert "exceeded" not in said
+    without = alone("without", plan=False)
+    assert not re.findall(r"^plan: .*", capsys.readouterr().out, re.MULTILINE)
+    files = [(path / "model" / "model.safetensors").read_bytes() for path in (with_plan, without)]
+    assert files[0] == files[1]
+    losses = [re.findall(r'"loss": ([^,]+)', (path / "metrics.jsonl").read_text()) for path in (with_plan, without)]
+    assert losses[0] == losses[1] and len(losses[0]) == 3
+
+
+def test_a_run_that_exceeds_its_plan_says_which_part(
+    alone: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = planning.first_batch
+    shorter = lambda *given: {k: v[:, :8] if k != "use_cache" else v for k, v in whole(*given).items()}  # noqa: E731
+    monkeypatch.setattr(planning, "first_batch", shorter)
+    alone("run")
+    told = (
+        r"note: the plan was exceeded by \S+ [kM]B \(\d+%\): activations have (\S+) ([kM]B) more than planned; .*shape"
+    )
+    assert re.search(told, capsys.readouterr().out)
+
+
+def test_a_model_that_cannot_be_planned_is_trained(
+    alone: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise UsageError("plan: the model asks for values: expected one that does not")
+
+    monkeypatch.setattr(planning, "first_batch", fails)
+    alone("run")
+    said = capsys.readouterr().out
+    assert re.findall(r"^plan: .*", said, re.MULTILINE) == ["plan:        none: the model asks for values"]
+    assert "finished at: step 3 of 3" in said
 
 
 def test_sigterm_stops_all_ranks_after_a_step_and_saves(tiny: Path, tmp_path: Path):

@@ -5,6 +5,7 @@ Importing this file takes seconds: processes that fork runs do it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from shardengine.integrations.accelerate import ShardAccelerator, ShardOptimizer
 from shardengine.integrations.loading import load_pretrained
 from shardengine.integrations.transformers import ShardTrainer, ShardTrainerMixin, _take_over
 from tests.integrations.contract import gone
-from tests.support.tiny_llama import Rows, Run, Say, arguments_of, load, logged, make_model
+from tests.support.tiny_llama import LENGTH, Rows, Run, Say, arguments_of, load, logged, make_model
 
 __all__ = ["Run", "make_model"]
 
@@ -121,6 +122,55 @@ def train(say: Say, rank: int, folder: str, run: Run) -> None:
         logs += trainer.state.log_history
     trainer.save_model(str(Path(run.output) / "final"))
     say(logged(logs))
+
+
+class ShortFirst(Rows):
+    """The first rows are shorter than those after them."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        row = super().__getitem__(index)
+        return {name: each[: LENGTH // 6] for name, each in row.items()} if index < 2 else row
+
+
+class OwnLoss(ShardTrainer):
+    """With a loss of which nobody else knows what it is."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's."""
+        return super().compute_loss(*args, **kwargs)
+
+
+def planned(say: Say, rank: int, folder: str, run: Run) -> None:
+    """Says what is logged of a plan, and the log history: with rows of one length, with short ones first, of a loss
+    that is not the model's, and where nobody hears it."""
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(f"{record.levelname} {record.getMessage()}")  # type: ignore[method-assign]
+    log = logging.getLogger("shardengine.integrations.transformers")
+    log.addHandler(handler)
+    for kind, rows, level in (
+        (ShardTrainer, Rows(), logging.INFO),
+        (ShardTrainer, ShortFirst(), logging.INFO),
+        (OwnLoss, Rows(), logging.INFO),
+        (ShardTrainer, Rows(), logging.WARNING),
+    ):
+        log.setLevel(level)
+        arguments = arguments_of(run, use_cpu=True, save_strategy="no")
+        trainer: Any = kind(
+            load(folder), arguments, train_dataset=rows, eval_dataset=Rows(), data_collator=padded,
+            engine_config=config_of(run),
+        )  # fmt: skip
+        trainer.train()
+        say(([text for text in heard if "plan" in text], logged(trainer.state.log_history)))
+        heard.clear()
+        trainer.engine.close()
+
+
+def padded(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """As long as the longest one."""
+    fill = {"input_ids": 0, "labels": -100}
+    pad = torch.nn.utils.rnn.pad_sequence
+    return {name: pad([row[name] for row in rows], batch_first=True, padding_value=fill[name]) for name in fill}
 
 
 def make_accelerator(run: Run) -> Any:
@@ -330,6 +380,7 @@ def contract(say: Say, _rank: int, _folder: str, _run: Run) -> None:
     say(gone(ShardAccelerator, Accelerator, own, set_by_it))
     say(gone(ShardOptimizer, AcceleratedOptimizer, set(), ("gradient_state", "optimizer")))
     own = {"engine", "_read_schedule", "_has_adapters", "_need_engine", "_writing_weights"}
+    own |= {"_log_plan", "_smooths", "_first_rows"}
     set_by_it = ("model_wrapped", "optimizer_cls_and_kwargs", "_created_lr_scheduler", "accelerator", "_save")
     say(gone(ShardTrainerMixin, Trainer, own, set_by_it))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -135,3 +136,21 @@ def test_bf16_is_autocast_also_in_evaluation(stage: int, runs: Runs) -> None:
             bounds = {"loss": 3e-5, "eval_loss": 3e-5, "grad_norm": 1e-3}
     evaluated = [next(row["eval_loss"] for row in each if "eval_loss" in row) for each in (log, expected, exact)]
     assert abs(evaluated[0] - evaluated[1]) < abs(evaluated[0] - evaluated[2]) / 2
+
+
+def test_what_was_planned_and_measured_is_logged_where_somebody_hears_it(runs: Runs) -> None:
+    first, second = runs.said("planned", 3)
+    (kept, log), (exceeded, _), (refused, _), (silent, same) = first
+    planned, measured = kept
+    assert re.fullmatch(r"INFO plan: memory [\d.]+ kB of [\d.]+ GB at most per rank", planned)
+    found = re.fullmatch(r"INFO plan: ([\d.]+) kB planned, ([\d.]+) kB measured at most \(\S+%\)", measured)
+    assert found is not None, measured
+    bytes_ = [float(each) for each in found.groups()]  # a bucket is a part of so small a run, and may not be needed
+    assert 0.8 * bytes_[0] < bytes_[1] < 1.03 * bytes_[0]
+    assert exceeded[1].startswith("INFO plan: ")
+    assert re.fullmatch(
+        r"WARNING the plan was exceeded by \S+ kB \(\d+%\): activations have \S+ kB more than planned; .*", exceeded[2]
+    )
+    assert refused == ["INFO plan: none: the loss is not the one that the model returns"]
+    assert silent == [] and log == same == runs.log(3)
+    assert [words for words, _ in second] == [[]] * 4

@@ -64,6 +64,7 @@ SLIVER_LINES = 80
 SLIVERS: Mapping[str, str] = {
     "app/convert.py": "a command in a file of its own, as the others",
     "app/script.py": "a command in a file of its own, as the others",
+    "app/dry_run.py": "a command in a file of its own, as the others",
     "app/restarts.py": "which ranks may be started again: a policy, which is tested without processes",
     "app/evaluation.py": "a sum whose order is declared, which is tested without a loop",
     "app/global_mean.py": "the arithmetic of the printed loss, which is tested without a loop",

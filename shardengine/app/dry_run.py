@@ -1,0 +1,40 @@
+"""`shardengine train --dry-run`: the run that would be made is planned. Must not know: how a plan is made.
+
+Owns: the order of things. No weight is read, no rank is started, nothing is written but the default model.
+
+Exit codes: 0 it fits into this machine · 1 it does not · 2 wrong usage, or a model that cannot be planned.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch
+
+from shardengine.app import loop, planning
+from shardengine.app.settings import Settings
+from shardengine.comm import devices
+from shardengine.planner import plan, this_machine
+
+
+def run(settings: Settings, ranks: int) -> int:
+    """Print the plan; the exit code. Ranks are alike: GPUs of this machine's kind, as many on every node."""
+    config = settings.read_config(ranks)
+    tokenizer, model = loop.load_model(settings, config.seed, values=False)
+    blocks = loop.load_data(settings, tokenizer, model)
+    where = this_machine(_device(), ranks, config)
+    logging.getLogger("shardengine").setLevel(logging.ERROR)  # of a run that is none
+    found = plan(model.train(), config, where, batch=planning.first_batch(config, blocks, ranks))
+    for notice in config.notices:
+        print(f"note: {notice}")
+    print(planning.text_of(found))
+    return 0 if found.fits else 1
+
+
+def _device() -> torch.device:
+    """The kind that a rank of this machine computes on."""
+    count, local = devices.count(), os.environ.get("LOCAL_RANK", "")
+    if not count:
+        return torch.device("cpu")
+    return torch.device("cuda", (int(local) if local.isdecimal() else 0) % count)

@@ -1,0 +1,268 @@
+"""A plan beside the run for which it was made: planning amid a run, what that takes, and what was not foreseen.
+
+Owns: that planning leaves a run as it was, what is measured, the sentence on what was exceeded. Must not know: what a
+run does, who prints.
+
+[Note: What is measured] On a GPU the peak is that of CUDA's allocator. A CPU's allocator tells none, and resident
+memory has in it what libraries take and what was freed and kept. So there one step may be ``watched``: counted from
+outside as a dry run is, with the pool's buffers in full. That costs some microseconds per operation, in this step
+alone. Where no peak is known, what rests between steps is compared.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import random
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from shardengine.config import Config, MonitorConfig
+from shardengine.engine import Engine
+from shardengine.errors import UsageError
+from shardengine.planner import batches
+from shardengine.planner.dry_engine import (
+    ACTIVATIONS,
+    BACKWARD,
+    BUFFERS,
+    FORWARD,
+    MODEL,
+    STATES,
+    STEP,
+    WEIGHTS,
+    bytes_by_kind,
+)
+from shardengine.planner.hardware import Hardware, show_bytes
+from shardengine.planner.ledger import Ledger, highest
+from shardengine.planner.memory_plan import Plan, plan
+
+TOLERANCE = 0.03
+"""The part of a plan by which a run may exceed it without a word."""
+SETTLED_STEPS = 12
+"""Steps by which a rank has waited for others everywhere, so that no buffer is made any more."""
+_POOLED = "pooled"
+_UNNAMED = {FORWARD: ACTIVATIONS, BACKWARD: ACTIVATIONS, STEP: BUFFERS}
+"""What was made in a phase, and nobody has named, is."""
+_LONGEST_REASON = 120
+_PATIENCE = 0.25
+"""The part of ``timeout_s`` for which other ranks may wait for a plan."""
+
+
+def plan_amid(
+    model: nn.Module,
+    config: Config,
+    where: Hardware,
+    batch: Callable[[], Mapping[str, Any]],
+    *,
+    loss: Callable[[Any], Tensor] = batches.loss_of,
+    **options: Any,
+) -> Plan | str:
+    """``plan`` in a process that is going to train: random numbers, logs, the model and its modes stay as they were, no
+    monitor is written. A text says why there is no plan, in a few words: that is no reason to end a run.
+
+    batch: makes a micro-batch. Other ranks may wait meanwhile: it ends when a part of ``timeout_s`` is over, and of
+    micro-batches that are added up two are enough.
+    """
+    log = logging.getLogger("shardengine")
+    level, modes = log.level, [(module, module.training) for module in model.modules()]
+    config = replace(_of_two(config, where.ranks), notices=(), monitor=MonitorConfig())
+    found: Plan | str
+    try:
+        log.setLevel(logging.CRITICAL)
+        model.train()
+        with _same_random_numbers(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = plan(
+                model, config, where, batch=batch(), loss=_in_time(loss, _PATIENCE * config.timeout_s), **options
+            )
+    except UsageError as error:
+        found = str(error).removeprefix("plan: ").partition(": expected")[0][:_LONGEST_REASON]
+    except Exception as error:
+        found = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"[:_LONGEST_REASON]
+    finally:
+        log.setLevel(level)
+        for module, trains in modes:
+            vars(module)["training"] = trains
+    if isinstance(found, str):
+        gc.collect()  # an engine that was not closed, and its thread
+    return found
+
+
+def _of_two(config: Config, ranks: int) -> Config:
+    """With two micro-batches a step where there are more: each later one finds what the second has found."""
+    config = config.resolve_batch(ranks)
+    micro, steps = config.train_micro_batch_size_per_gpu or 1, min(2, config.gradient_accumulation_steps or 1)
+    return replace(config, gradient_accumulation_steps=steps, train_batch_size=micro * steps * ranks)
+
+
+def _in_time(loss: Callable[[Any], Tensor], seconds: float) -> Callable[[Any], Tensor]:
+    """``loss``, and ``UsageError`` when so many seconds are over."""
+    end = time.monotonic() + seconds
+
+    def asked(returned: Any) -> Tensor:
+        if time.monotonic() > end:
+            raise UsageError(f"plan: it takes more than {seconds:g} s: expected a smaller model, or a plan made before")
+        return loss(returned)
+
+    return asked
+
+
+@contextmanager
+def _same_random_numbers() -> Iterator[None]:
+    """What is drawn afterwards is what would have been drawn: by torch on the host, Python and numpy."""
+    numbers: Any = sys.modules.get("numpy")
+    python, array = random.getstate(), None if numbers is None else numbers.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            if array is not None:
+                numbers.random.set_state(array)
+
+
+def line_of(found: Plan | str) -> str:
+    """Of a plan, or of why there is none, in one line: what each tier needs at most."""
+    if isinstance(found, str):
+        return f"none: {found}"
+    tiers = []
+    for tier in found.tiers:
+        need = max(tier.peak, tier.initialize)
+        has = "" if tier.has is None else f" of {show_bytes(tier.has)}"
+        tiers.append(f"{tier.name} {show_bytes(need)}{has}{'' if tier.fits else ' (does not fit)'}")
+    return f"{', '.join(tiers)} at most per rank"
+
+
+@dataclass
+class Taken:
+    """What a run takes of this rank's device. peak: in bytes, at most; None: nobody has counted · at_peak: of what it
+    consists, by kind, where that was counted · rests: between steps, by kind."""
+
+    peak: int | None = None
+    at_peak: Mapping[str, int] = field(default_factory=dict)
+    rests: Mapping[str, int] = field(default_factory=dict)
+
+
+@contextmanager
+def watched(engine: Engine) -> Iterator[Taken]:
+    """Count what the step inside takes, on a CPU ([Note: What is measured]); read it afterwards."""
+    ledger, pool, found = Ledger(), engine._core.pool, Taken()
+
+    def in_phase(phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            ledger.begin(phase)
+            try:
+                return call(*args, **kwargs)
+            finally:
+                ledger.begin(FORWARD)
+
+        return inside
+
+    def take(*args: Any, **kwargs: Any) -> Tensor:
+        return ledger.name(taken(*args, **kwargs), _POOLED)
+
+    taken = pool.take
+    ledger.begin(FORWARD)
+    with (
+        patch.object(engine, "backward", in_phase(BACKWARD, engine.backward)),
+        patch.object(engine, "step", in_phase(STEP, engine.step)),
+        patch.object(pool, "take", take),
+        ledger,
+    ):
+        for what, _, tensor in engine._core.kept():
+            ledger.name(tensor, what)
+        yield found
+        for what, _, tensor in engine._core.kept():
+            ledger.name(tensor, what)
+        moments, _ = ledger.moments(lambda kind: kind != _POOLED, _UNNAMED)
+    parts = bytes_by_kind(highest(moments, tuple(_UNNAMED)))
+    parts[BUFFERS] += pool.device_bytes + engine._core.tiers.buffer_bytes
+    found.peak, found.at_peak, found.rests = parts.total(), parts, rests_of(engine)
+
+
+def taken_by(engine: Engine, watched: Taken | None = None) -> Taken:
+    """What the run of ``engine`` has taken up to now. watched: a step of it, where one was counted."""
+    if watched is not None and watched.peak is not None:
+        return watched
+    on_gpu = engine.device.type == "cuda"
+    return Taken(torch.cuda.max_memory_allocated(engine.device) if on_gpu else None, {}, rests_of(engine))
+
+
+def rests_of(engine: Engine) -> Counter[str]:
+    """What is on the device between two steps, by kind; on a CPU all that is in memory."""
+    core = engine._core
+    states = Counter() if engine.optimizer is None else engine.optimizer.state_bytes()
+    found = {WEIGHTS: core.weight_bytes(), STATES: states, BUFFERS: core.reducer.gradient_bytes()}
+    tiers = ("device",) if core.mesh.platform.is_apart else ("device", "cpu")
+    parts = Counter({kind: sum(bytes_[tier] for tier in tiers) for kind, bytes_ in found.items()})
+    parts[BUFFERS] += core.pool.device_bytes + (0 if core.mesh.platform.is_apart else core.tiers.buffer_bytes)
+    return parts
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """``planned`` and ``measured`` bytes of a rank's device. when: these are there · beyond: measured less planned, by
+    kind."""
+
+    when: str
+    planned: int
+    measured: int
+    beyond: Mapping[str, int]
+
+    @property
+    def exceeds(self) -> bool:
+        """By more than ``TOLERANCE``."""
+        return self.measured > self.planned * (1 + TOLERANCE)
+
+    def line(self) -> str:
+        """Both, for people."""
+        more = round(self.measured / max(1, self.planned) - 1, 3) + 0.0
+        return f"{show_bytes(self.planned)} planned, {show_bytes(self.measured)} measured {self.when} ({more:+.1%})"
+
+    def sentence(self) -> str:
+        """By how much the plan was exceeded, and which part has the most more; "" where it was kept."""
+        if not self.exceeds:
+            return ""
+        part, more = max(self.beyond, key=lambda kind: self.beyond[kind]), self.measured - self.planned
+        why = "; a plan is of micro-batches of the shape that it was given" if part == ACTIVATIONS else ""
+        return (
+            f"the plan was exceeded by {show_bytes(more)} ({more / max(1, self.planned):.0%}): {part} have "
+            f"{show_bytes(self.beyond[part])} more than planned{why}"
+        )
+
+
+def compare(found: Plan, taken: Taken) -> Comparison:
+    """What was planned for a rank's device beside what its run took; where no peak is known, what rests.
+
+    Where a peak is known and not of what it consists, activations are what the other kinds do not explain.
+    """
+    rests = _more(taken.rests, found.device.at_rest)
+    if taken.peak is None:
+        kinds = (WEIGHTS, STATES, BUFFERS)
+        planned = sum(found.device.at_rest.get(kind, 0) for kind in kinds)
+        return Comparison("between steps", planned, sum(taken.rests[kind] for kind in kinds), rests)
+    planned = found.device.peak
+    if taken.at_peak:
+        return Comparison("at most", planned, taken.peak, _more(taken.at_peak, found.device.at_peak))
+    planned = max(planned, found.device.initialize)  # an allocator's peak is that of a whole life
+    others = sum(rests.values())
+    return Comparison("at most", planned, taken.peak, {**rests, ACTIVATIONS: taken.peak - planned - others})
+
+
+def _more(taken: Mapping[str, int], planned: Mapping[str, int]) -> dict[str, int]:
+    """By kind. What is there before a step and nobody keeps, as a batch, is with the activations."""
+    both = [Counter(each) for each in (taken, planned)]
+    for each in both:
+        each[ACTIVATIONS] += each[MODEL]
+    kinds = [kind for kind in (WEIGHTS, STATES, BUFFERS, ACTIVATIONS) if kind != ACTIVATIONS or kind in taken]
+    return {kind: both[0][kind] - both[1][kind] for kind in kinds}

@@ -1,0 +1,80 @@
+"""A dry run of a deep model, by those of three with fewer layers (layers: [Note: Fewer layers]).
+
+Must not know: how a run is counted, what a plan says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from shardengine.errors import UsageError
+from shardengine.planner.dry_engine import BACKWARD, FORWARD, INITIALIZE, STEP, DryRun
+from shardengine.planner.layers import TOLERANCE, Layers, carried_on, line
+from shardengine.planner.ledger import Moment, highest
+
+_STEP = (FORWARD, BACKWARD, STEP)
+_DISK = "measured_disk_bytes"
+
+
+def deep_run(layers: Layers, run: Callable[[int], DryRun], begin: Callable[[], DryRun]) -> DryRun | None:
+    """Of a model with all ``layers``, by ``run`` with some. None: the whole model has to run, because shorter ones do
+    not, or do not lie on a line. begin: of the whole model, without steps."""
+    depths = layers.depths()
+    if depths is None:
+        return None
+    try:
+        first, second, third = (run(depth) for depth in depths)
+    except UsageError:
+        return None
+    if not _on_a_line(_carried((first, second), depths[:2], layers, depths[2]), third, layers, depths):
+        return None
+    found = _carried((second, third), depths[1:], layers, layers.count)
+    begun = begin()
+    return replace(
+        found,
+        device=_with_start(begun.device, found.device),
+        host=_with_start(begun.host, found.host),
+        parameters=begun.parameters,
+        seconds=first.seconds + second.seconds + third.seconds + begun.seconds,
+        depths=depths,
+        layers=layers.count,
+        tape_before=second.tape,
+    )
+
+
+def _with_start(begun: Sequence[Moment], found: Sequence[Moment]) -> list[Moment]:
+    return [*(each for each in begun if each.phase == INITIALIZE), *(each for each in found if each.phase in _STEP)]
+
+
+def _carried(runs: Sequence[DryRun], at: Sequence[int], layers: Layers, depth: int) -> DryRun:
+    early, late = runs
+    near = (at[0], at[1])
+
+    def moments(lists: tuple[Sequence[Moment], Sequence[Moment]]) -> list[Moment]:
+        return carried_on(lists, near, layers, depth)
+
+    memory = dict(late.memory)
+    memory[_DISK] = line(near, (early.memory[_DISK], late.memory[_DISK]), depth)
+    return replace(
+        late,
+        device=moments((early.device, late.device)),
+        host=moments((early.host, late.host)),
+        at_rest=moments(([early.at_rest], [late.at_rest]))[0],
+        host_at_rest=moments(([early.host_at_rest], [late.host_at_rest]))[0],
+        memory=memory,
+    )
+
+
+def _on_a_line(said: DryRun, found: DryRun, layers: Layers, depths: Sequence[int]) -> bool:
+    """Whether what two depths say of a third holds so well that it holds for all layers."""
+    farther = (layers.count - depths[2]) / (depths[2] - depths[1])
+    grown = layers.count / depths[2]
+
+    def off(mine: Moment, real: Moment) -> float:
+        return abs(mine.bytes - real.bytes) * farther
+
+    pairs = [(said.at_rest, found.at_rest), (said.host_at_rest, found.host_at_rest)]
+    for mine, real in ((said.device, found.device), (said.host, found.host)):
+        pairs += [(highest(mine, (phase,)), highest(real, (phase,))) for phase in _STEP]
+    return all(off(mine, real) <= TOLERANCE * grown * real.bytes for mine, real in pairs)

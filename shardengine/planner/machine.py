@@ -1,0 +1,54 @@
+"""This machine as ``Hardware``: what the ranks of a run that is about to begin here have.
+
+Must not know: engines, which device a rank chooses.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from shardengine.comm import devices
+from shardengine.config import Config
+from shardengine.planner.hardware import Hardware
+
+_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+"""Where a container's share of the memory is written, in the two versions that there are."""
+
+
+def this_machine(device: torch.device, ranks: int, config: Config) -> Hardware:
+    """For ``ranks`` ranks like this one, as many on each machine as the launcher says, or all on this one.
+
+    device: on which this one computes · config: says whether there is a disk, and where. All memory counts, also what
+    others use at the moment.
+    """
+    said = os.environ.get(devices.LOCAL_SIZE, "")
+    here, host = int(said) if said.isdecimal() and int(said) else ranks, host_bytes()
+    here = here if ranks % here == 0 else ranks
+    disk = _disk_bytes(config)
+    if device.type == "cpu":
+        return Hardware(ranks, host // here, None, disk, here, is_gpu=False)
+    return Hardware(ranks, torch.cuda.get_device_properties(device).total_memory, host, disk, here)
+
+
+def host_bytes() -> int:
+    """Of this machine's memory, or of the container's share."""
+    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in _LIMITS:
+        with suppress(OSError, ValueError):
+            found = min(found, int(path.read_text(encoding="ascii")))
+    return found
+
+
+def _disk_bytes(config: Config) -> int | None:
+    """Free where the config's tier nvme is; None where there is none."""
+    zero = config.zero_optimization
+    places = [each.nvme_path for each in (zero.offload_optimizer, zero.offload_param) if each.device == "nvme"]
+    for place in filter(None, places):
+        path = Path(place).absolute()
+        return shutil.disk_usage(next(each for each in (path, *path.parents) if each.exists())).free
+    return None
