@@ -6,8 +6,8 @@ long a single event lasts (rates).
 [Note: Clocks] Where the device is a GPU the host issues at once, and has a clock for what it computes and waits for
 itself. An operation starts when the current stream comes to it and the host has issued it; a collective behind what the
 current stream was given so far and behind those of its group; a copy behind its stream's others and what it was told to
-come after, one at a time in each direction. Collectives that go over the same links share these: one transfers at a time, latencies overlap. Transfers
-of the disk come one after the other.
+come after, one at a time in each direction. Collectives that go over the same links share these: one transfers at a
+time, latencies overlap. Transfers of the disk come one after the other.
 
 Where the device is the CPU, host and computation are one. Collectives are carried out by threads of their own, which
 need cores: where a node has fewer than two for each rank, a collective that is waited for has taken all of its time but
