@@ -175,10 +175,9 @@ class _Search:
         return sorted(found, key=lambda row: -row.samples_per_s)
 
     def _kinds(self, place: str, again: bool) -> Iterator[Candidate]:
-        stages = {_GPU: (0, 1, 2, 3), _STATES: (1, 2, 3), _ALL: (3,)}[place]
-        if global_batch(self._base, self._where.ranks) is None:  # stage 2 sends the same and keeps less
-            stages = tuple(stage for stage in stages if stage != 1)
-        for stage in stages if self._where.ranks > 1 else stages[:1]:
+        steps = global_batch(self._base, self._where.ranks) is not None  # else stage 2 sends what stage 1 does
+        numbers = {_GPU: (0, 1, 2, 3) if steps else (0, 2, 3), _STATES: (1, 2, 3) if steps else (2, 3), _ALL: (3,)}
+        for stage in numbers[place] if self._where.ranks > 1 else numbers[place][:1]:
             yield Candidate(stage, place, again)
         node = self._where.node_ranks or self._where.ranks
         if place == _GPU and 1 < node < self._where.ranks:

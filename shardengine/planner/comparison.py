@@ -75,7 +75,7 @@ def plan_amid(
     """
     log = logging.getLogger("shardengine")
     level, modes = log.level, [(module, module.training) for module in model.modules()]
-    config = replace(_of_two(config, where.ranks), notices=(), monitor=MonitorConfig())
+    config = replace(config.resolve_batch(where.ranks), notices=(), monitor=MonitorConfig())
     found: Plan | str
     try:
         log.setLevel(logging.CRITICAL)
@@ -96,13 +96,6 @@ def plan_amid(
     if isinstance(found, str):
         gc.collect()  # an engine that was not closed, and its thread
     return found
-
-
-def _of_two(config: Config, ranks: int) -> Config:
-    """With two micro-batches a step where there are more: each later one finds what the second has found."""
-    config = config.resolve_batch(ranks)
-    micro, steps = config.train_micro_batch_size_per_gpu or 1, min(2, config.gradient_accumulation_steps or 1)
-    return replace(config, gradient_accumulation_steps=steps, train_batch_size=micro * steps * ranks)
 
 
 def _in_time(loss: Callable[[Any], Tensor], seconds: float) -> Callable[[Any], Tensor]:

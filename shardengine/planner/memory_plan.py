@@ -35,6 +35,7 @@ from shardengine.planner.ledger import Moment
 from shardengine.planner.no_values import NoValues, without_values, without_weights
 from shardengine.planner.rates import Rates
 from shardengine.planner.replay import Times, carried_times, simulate
+from shardengine.planner.tape import Tape
 
 
 @dataclass(frozen=True)
@@ -174,11 +175,33 @@ def hardware_of(hardware: Any, what: str) -> Hardware:
     return where
 
 
-def _times(run: DryRun, rates: Rates, ranks: int) -> Times:
-    found = simulate(run.tape, rates, ranks)
+def _times(run: DryRun, rates: Rates, ranks: int, config: Config) -> Times:
+    """Of a step with as many micro-batches as ``config`` says, of which two ran."""
+    more = max(0, (config.gradient_accumulation_steps or 1) - _RUN)
+
+    def of(tape: Tape) -> Times:
+        found = simulate(tape, rates, ranks)
+        return found.with_more(simulate(tape.first_micro_batch(), rates, ranks), more) if more else found
+
+    found = of(run.tape)
     if run.tape_before is None:
         return found
-    return carried_times((simulate(run.tape_before, rates, ranks), found), run.depths[-2:], run.layers)
+    return carried_times((of(run.tape_before), found), run.depths[-2:], run.layers)
+
+
+_RUN = 2
+"""Micro-batches of a step that run dry, where there are more: each later one finds what the second has found."""
+
+
+def _batch_of(config: Config, steps: int | None = None) -> dict[str, Any]:
+    """Its three batch sizes; with other micro-batches a step."""
+    micro, whole, now = (
+        config.train_micro_batch_size_per_gpu, config.train_batch_size, config.gradient_accumulation_steps
+    )  # fmt: skip
+    if steps is not None and whole is not None and now:
+        whole = whole // now * steps
+    return {"train_micro_batch_size_per_gpu": micro, "train_batch_size": whole,
+            "gradient_accumulation_steps": now if steps is None else steps}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -200,8 +223,9 @@ class Task:
 
     def plan(self, run: DryRun, rates: Rates | None) -> Plan:
         """What ``run`` says, of time only where there are ``rates``."""
-        time = None if rates is None else _times(run, rates, self.where.ranks)
-        return replace(_plan_of(run, self.where, self.place.rank, self.batch), time=time)
+        time = None if rates is None else _times(run, rates, self.where.ranks, self.config)
+        found = _plan_of(run, self.where, self.place.rank, self.batch)
+        return replace(found, time=time, config=replace(found.config, **_batch_of(self.config)))
 
     def run_all(self, exact: bool) -> DryRun:
         """By shorter models where they say the same; an optimizer that exists knows all layers' parameters."""
@@ -230,7 +254,8 @@ class Task:
             assert isinstance(copied, nn.Module)
             return copied
 
-        return dry_run(make, lambda: self.batch, self.config, self.place, self.loss, options, steps)
+        config = replace(self.config, **_batch_of(self.config, min(_RUN, self.config.gradient_accumulation_steps or 1)))
+        return dry_run(make, lambda: self.batch, config, self.place, self.loss, options, steps)
 
 
 def made(model: Any) -> nn.Module:

@@ -80,6 +80,18 @@ class Times:
         """Of that name; zeros where it never goes on."""
         return next((part for part in self.parts if part.name == name), Part(name, 0.0, 0.0, 0.0))
 
+    def with_more(self, one: Times, count: int) -> Times:
+        """Of a step with ``count`` further micro-batches, each as ``one``. The timeline stays."""
+
+        def longer(part: Part) -> Part:
+            more = one.part(part.name)
+            return Part(part.name, *(had + count * each for had, each in zip(part[1:], more[1:], strict=True)))
+
+        parts = [longer(each) for each in self.parts]
+        phases = {name: seconds + count * one.phases.get(name, 0.0) for name, seconds in self.phases.items()}
+        unknown = {name: number + count * one.unknown.get(name, 0) for name, number in self.unknown.items()}
+        return replace(self, seconds=self.seconds + count * one.seconds, parts=parts, phases=phases, unknown=unknown)
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON, without the timeline."""
         return {
