@@ -11,9 +11,10 @@ import argparse
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from shardengine.errors import UsageError
 from shardengine.planner import (
     SETTLED_STEPS,
     Hardware,
+    Moment,
     Plan,
     Taken,
     compare,
@@ -196,20 +198,37 @@ def _show_seconds(seconds: float) -> str:
 
 
 def draw(found: Plan, path: Path, title: str) -> None:
-    """What is alive on the device over the events of a step, by kind; the phases below."""
+    """What is alive on the device over initialize and a step, by kind; the phases, and the block with the peak."""
     from matplotlib.figure import Figure
 
-    kinds = list(dict.fromkeys(kind for moment in found.timeline for kind in moment.alive))
+    moments = found.timeline
+    kinds = list(dict.fromkeys(kind for moment in moments for kind in moment.alive))
     figure = Figure(figsize=(9, 4), layout="constrained")
     axes = figure.subplots()
-    places = range(len(found.timeline))
-    rows = [[moment.alive.get(kind, 0) / 1e9 for moment in found.timeline] for kind in kinds]
+    places = _places(moments)
+    rows = [[moment.alive.get(kind, 0) / 1e9 for moment in moments] for kind in kinds]
     axes.stackplot(places, rows, labels=kinds)
-    begins = [0, *(i for i in places if i and found.timeline[i].phase != found.timeline[i - 1].phase)]
-    for place in begins:
-        axes.axvline(place, color="black", linewidth=0.4)
-        axes.text(place, axes.get_ylim()[1], f" {found.timeline[place].phase}", fontsize=6, va="top")
+    begins = [0, *(i for i in range(1, len(moments)) if moments[i].phase != moments[i - 1].phase)]
+    for index in begins:
+        axes.axvline(places[index], color="black", linewidth=0.4)
+        axes.text(places[index], axes.get_ylim()[1], f" {moments[index].phase} ", fontsize=6, va="top", rotation=90)
+    most = max(range(len(moments)), key=lambda index: moments[index].bytes)
+    where = f"{moments[most].phase} {moments[most].unit}".strip()
+    axes.plot(places[most], moments[most].bytes / 1e9, "kv", markersize=5)
+    axes.annotate(f"{show_bytes(moments[most].bytes)}: {where}", (places[most], moments[most].bytes / 1e9), fontsize=7)
     axes.axhline(found.hardware.usable_bytes / 1e9, color="red", linewidth=0.8)
-    axes.set(xlabel="phases and blocks of the model, in order", ylabel="GB on the device", title=title)
-    axes.legend(fontsize=7)
+    axes.set(xlabel="blocks of the model, in the order of a step", ylabel="GB on the device", title=title)
+    axes.set_xticks([])
+    axes.legend(fontsize=7, loc="upper right")
     figure.savefig(path, dpi=120)
+
+
+def _places(moments: Sequence[Moment]) -> list[int]:
+    """Of each its place on an axis: blocks that are no moments, since they lie between others, have theirs."""
+    found = [0]
+    for before, after in pairwise(moments):
+        numbers = [each.unit.rpartition(".")[2].rpartition(" ")[2] for each in (before, after)]
+        first, last = (int(number) if number.isdecimal() else None for number in numbers)
+        far = 1 if first is None or last is None else max(1, abs(last - first))
+        found.append(found[-1] + far)
+    return found

@@ -5,7 +5,7 @@ Owns: the result, what of it is said. Must not know: how bytes are counted (dry_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -286,8 +286,17 @@ def _plan_of(run: DryRun, where: Hardware, rank: int, batch: Mapping[str, Any]) 
     on_disk = Tier("disk", kept, {STATES: kept}, STEP, {STATES: kept}, kept, where.per_rank(where.disk_bytes))
     return Plan(
         where, run.config, rank, run.parameters, shapes, device, on_host if where.is_gpu and run.host else None,
-        on_disk if kept else None, run.device, run.seconds, depths=run.depths,
+        on_disk if kept else None, _of_one_step(run.device), run.seconds, depths=run.depths,
     )  # fmt: skip
+
+
+def _of_one_step(moments: Iterable[Moment]) -> list[Moment]:
+    """Of each phase and block the moment with most, in order."""
+    found: dict[tuple[str, str], Moment] = {}
+    for each in moments:
+        if each.bytes >= (found[each.phase, each.unit].bytes if (each.phase, each.unit) in found else 0):
+            found[each.phase, each.unit] = each
+    return list(found.values())
 
 
 def summary_of(found: Plan) -> str:
