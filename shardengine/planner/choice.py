@@ -40,9 +40,6 @@ _PLACES: Mapping[str, Mapping[str, Any]] = {
     _STATES: {"offload_optimizer": _HOST},
     _ALL: {"offload_optimizer": _HOST, "offload_param": _HOST},
 }
-_STAGES = {_GPU: (0, 1, 2, 3), _STATES: (1, 2, 3), _ALL: (3,)}
-_OF_ONE_MICRO_BATCH = {_GPU: (0, 2, 3), _STATES: (2, 3), _ALL: (3,)}
-"""Stage 2 sends what stage 1 does, then, and keeps less."""
 _OURS = ("stage", "offload_optimizer", "offload_param", "zero_hpz_partition_size")
 
 
@@ -182,9 +179,9 @@ class _Search:
         return sorted(found, key=lambda row: -row.samples_per_s)
 
     def _kinds(self, place: str, again: bool) -> Iterator[Candidate]:
-        one_micro_batch = global_batch(self._base, self._where.ranks) is None
-        stages = (_OF_ONE_MICRO_BATCH if one_micro_batch else _STAGES)[place]
-        for stage in stages if self._where.ranks > 1 else stages[:1]:
+        steps = global_batch(self._base, self._where.ranks) is not None  # else stage 2 sends what stage 1 does
+        numbers = {_GPU: (0, 1, 2, 3) if steps else (0, 2, 3), _STATES: (1, 2, 3) if steps else (2, 3), _ALL: (3,)}
+        for stage in numbers[place] if self._where.ranks > 1 else numbers[place][:1]:
             yield Candidate(stage, place, again)
         node = self._where.node_ranks or self._where.ranks
         if place == _GPU and 1 < node < self._where.ranks:
