@@ -1,6 +1,7 @@
 """`shardengine plan`: what a run will need, before there is a GPU or a weight. Must not know: how bytes are counted.
 
-Owns: the model of the command line, how a plan is printed and drawn, the plan that a training makes of itself.
+Owns: the model of the command line, how a plan and a choice are printed, drawn and written, the plan that a training
+makes of itself.
 
 Exit codes: 0 it fits · 1 it does not · 2 wrong usage or config.
 """
@@ -11,6 +12,7 @@ import argparse
 import json
 import logging
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
@@ -21,22 +23,25 @@ from typing import Any
 from shardengine.app import adapters
 from shardengine.app.data import Blocks, training_batches
 from shardengine.app.rank_sums import RankSums
-from shardengine.app.settings import Settings, check_model, read_config, require
+from shardengine.app.settings import Settings, check_model, read_base, read_config, require
 from shardengine.config import Config
 from shardengine.engine import Engine
 from shardengine.errors import UsageError
 from shardengine.planner import (
     SETTLED_STEPS,
+    Choice,
     Hardware,
     Moment,
     Plan,
     Taken,
+    choose,
     compare,
     line_of,
     plan,
     plan_amid,
     show_bytes,
     summary_of,
+    table_of,
     taken_by,
     this_machine,
     watched,
@@ -44,7 +49,7 @@ from shardengine.planner import (
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the plan; the exit code."""
+    """Print the plan, or with --choose the configs that fit; the exit code."""
     require("transformers", extra="hf", what="plan --model")
     if options.plot is not None and find_spec("matplotlib") is None:
         raise UsageError("--plot: expected matplotlib to be installed: pip install 'shardengine[plot]'")
@@ -54,13 +59,46 @@ def run(options: argparse.Namespace) -> int:
     )  # fmt: skip
     if Path(options.model).name != "config.json":
         check_model(options.model)
+    model = lambda: _model(options.model, options.lora)  # noqa: E731
+    if options.choose or options.write is not None:
+        return _choose(options, hardware, model)
     config = read_config(Path(options.config), hardware.ranks, micro_batch=options.micro_batch)
     logging.getLogger("shardengine").setLevel(logging.ERROR)  # of a run that is none
-    found = plan(lambda: _model(options.model, options.lora), config, hardware, length=options.length)
+    found = plan(model, config, hardware, length=options.length)
     if options.plot is not None:
         draw(found, Path(options.plot), options.model)
     print(json.dumps(found.as_dict(), indent=2) if options.json else text_of(found))
     return 0 if found.fits else 1
+
+
+def _choose(options: argparse.Namespace, hardware: Hardware, model: Callable[[], Any]) -> int:
+    """Print what fits and write the best of it; the exit code."""
+    if options.micro_batch is not None:
+        raise UsageError(
+            f"--micro-batch {options.micro_batch} with --choose: expected one of the two, because --choose tries "
+            "micro-batches itself; train_batch_size in the config says how many samples a step has"
+        )
+    target = None if options.write is None else Path(options.write)
+    if target is not None and (target.is_dir() or not target.absolute().parent.is_dir()):
+        raise UsageError(f"--write {target}: expected a file in a directory that is there")
+    base = read_base(Path(options.config))
+    logging.getLogger("shardengine").setLevel(logging.ERROR)
+    told = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
+    found = choose(model, base, hardware, length=options.length, told=told)
+    if options.plot is not None and found.plan is not None:
+        draw(found.plan, Path(options.plot), options.model)
+    if target is not None and found.config is not None:
+        target.write_text(json.dumps(found.config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    print(json.dumps(found.as_dict(), indent=2) if options.json else text_of_choice(found))
+    return 0 if found.rows else 1
+
+
+def text_of_choice(found: Choice) -> str:
+    """For people: the best that fit and the plan of the first, or what would be needed."""
+    tried = f"({found.tried} plans in {found.seconds:.1f} s)"
+    if found.plan is None:
+        return "\n".join([*found.needed, tried])
+    return "\n".join([table_of(found), tried, "", f"1: {found.rows[0].candidate}", text_of(found.plan)])
 
 
 def _model(place: str, lora: str | None) -> Any:

@@ -150,6 +150,10 @@ def choose(
     return Choice(where, checked, needed, found, search.tried, time.perf_counter() - began)
 
 
+_Change = tuple[str, Hardware, dict[str, Any]]
+"""What is other, in words · the hardware · "batch" or "config" in the place of the asked one."""
+
+
 class _Search:
     """See [Note: Search]."""
 
@@ -246,7 +250,7 @@ class _Search:
         left = list(rows)
         while left:
             self._told(f"check: {left[0].candidate}, micro-batches of {left[0].candidate.samples}")
-            whole = self._plan(left[0].candidate, self._where, quick=False)
+            whole = self._known[left[0].candidate] = self._plan(left[0].candidate, self._where, quick=False)
             if whole is not None and whole.fits:
                 best = self._row(left[0].candidate, whole)
                 return sorted([best, *left[1:SHOWN]], key=lambda row: (row is not best, -row.samples_per_s))
@@ -254,32 +258,38 @@ class _Search:
         return []
 
     def needed(self) -> list[str]:
-        """The smallest changes with which the candidate fits that lacks least."""
+        """The smallest change of each kind with which the candidate fits that lacks least."""
         known = [(candidate, plan) for candidate, plan in self._known.items() if plan is not None]
         closest, plan = min(known, key=lambda each: max(_lacks(tier) for tier in each[1].tiers))
         told = [f"nothing fits; the closest is {closest} with micro-batches of {closest.samples}: "
                 + "; ".join(plan.sentences())]  # fmt: skip
-        for what, where, changed in self._changes():
-            found = self._plan(closest, where, quick=True, **changed)
-            if found is not None and found.fits:
-                told.append(f"it would fit with {what}: {'; '.join(found.sentences())}")
+        for kind in (self._more_ranks(), self._shorter(), self._smaller_states()):
+            for what, where, changed in kind:
+                self._told(f"would it fit with {what}?")
+                found = self._plan(closest, where, quick=False, **changed)
+                if found is not None and found.fits:
+                    told.append(f"it would fit with {what}: {'; '.join(found.sentences())}")
+                    break
         return told
 
-    def _changes(self) -> Iterator[tuple[str, Hardware, dict[str, Any]]]:
-        where, node = self._where, self._where.node_ranks
+    def _more_ranks(self) -> Iterator[_Change]:
+        where = self._where
         for times in (2, 4, 8, 16):
-            more = replace(where, ranks=times * where.ranks, node_ranks=node or where.ranks)
+            more = replace(where, ranks=times * where.ranks, node_ranks=where.node_ranks or where.ranks)
             yield f"{more.ranks} ranks", more, {}
+
+    def _shorter(self) -> Iterator[_Change]:
         half = batches.shorter(self._batch)
         for parts in (2, 4, 8):
             if half is None:
                 break
-            yield f"sequences of 1/{parts} of the length", where, {"batch": half}
+            yield f"sequences of 1/{parts} of the length", self._where, {"batch": half}
             half = batches.shorter(half)
-        name = str((self._base.get("optimizer") or {}).get("type", ""))
-        if name in ("Adam", "AdamW"):
+
+    def _smaller_states(self) -> Iterator[_Change]:
+        if (self._base.get("optimizer") or {}).get("type") in ("Adam", "AdamW"):
             eight = {"data_types": {**(self._base.get("data_types") or {}), "optimizer_state_dtype": "8bit"}}
-            yield "states of 8 bits (data_types.optimizer_state_dtype)", where, {"config": eight}
+            yield "states of 8 bits (data_types.optimizer_state_dtype)", self._where, {"config": eight}
 
 
 def _limit(one: Any, two: Any, second: int) -> float:

@@ -157,6 +157,12 @@ _DROPOUT_P = 4
 """Its place among the arguments of attention."""
 
 
+def _recomputed_on_gpu(*args: Any, **kwargs: Any) -> Any:
+    """A backward: torch leaves its modes for it, and what is computed again in it keeps what the first run kept."""
+    with KeptOnGpu():
+        return torch.autograd.graph._engine_run_backward(*args, **kwargs)
+
+
 @contextmanager
 def without_values(*, on_gpu: bool = False, report: kernels.Report | None = None) -> Iterator[NoValues]:
     """Inside, tensors have no values; an engine that is made inside of it, too, whose end is inside. on_gpu: they stand
@@ -168,6 +174,7 @@ def without_values(*, on_gpu: bool = False, report: kernels.Report | None = None
         last.enter_context(kernels.without_values(report))
         if on_gpu:
             last.enter_context(KeptOnGpu())
+            last.enter_context(patch.object(torch.autograd, "_engine_run_backward", _recomputed_on_gpu))
         last.enter_context(patch.object(FakeTensor, "data_ptr", _address, create=True))
         yield last.enter_context(NoValues())
 
