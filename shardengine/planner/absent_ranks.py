@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardengine.comm import GroupKind, GroupName, Mesh, Wire
+from shardengine.comm import GroupKind, GroupName, Mesh, Wire, nodes
 from shardengine.offload import Platform
 from shardengine.planner.tape import Begin, Recorder, Wait
 
@@ -161,13 +161,15 @@ def absent_mesh(
     backend: str,
     platform: Callable[[torch.device], Platform],
     wire: Wire,
+    node_ranks: int = 0,
 ) -> AbsentMesh:
     """``rank`` of ``ranks`` on ``device``, used as ``backend`` ("gloo" or "nccl") is. platform: what makes the
-    device's platform."""
+    device's platform · node_ranks: of each node, 0: all."""
     names: dict[str, Any] = {str(name): str(name) for name in (GroupName.GATHER, GroupName.REDUCE, GroupName.CONTROL)}
     if backend == "gloo":
         names[str(GroupName.EVALUATE)] = str(GroupName.EVALUATE)
     if ranks == 1:
         names, backend = {}, "none"
     more: dict[str, Any] = {"wire": wire, "platform_of": platform, "kind": NamedGroups(), "echo": EchoStore(rank)}
+    more["nodes"] = nodes.alike(ranks, node_ranks or ranks)
     return AbsentMesh(rank, ranks, device, **names, backend=backend, **more)

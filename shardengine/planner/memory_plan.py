@@ -163,7 +163,8 @@ def plan(
     with without_values():
         found = _made(model)
         used = given or batches.example(found, resolved.train_micro_batch_size_per_gpu or 1, length)
-    place = Place(where.ranks, where.ranks // 2, apart=where.is_gpu, device_bytes=where.usable_bytes)
+    of_node = where.node_ranks or 0
+    place = Place(where.ranks, where.ranks // 2, where.is_gpu, where.usable_bytes, node_ranks=of_node)
     options.pop("lr_scheduler", None)  # it takes no memory, and knows an optimizer that is not the copy
     task = _Task(found, used, resolved, place, loss, options)
     run = task.run_all(exact)
