@@ -11,10 +11,10 @@ billion parameters, in one process; nothing is computed and nothing is sent. It 
     strong   ``GLOBAL_BATCH`` sequences for all of them, in as many micro-batches as that takes
     formula  computation, and what docs/limits.md ("Time of a step") says is exposed, from α and β
 
-Time is that of hardware which nobody has measured (``hardware_of``): what a schedule makes of declared numbers. The tape
+Time is that of hardware which nobody has measured (``hardware_of``): what a schedule makes of declared numbers. A tape
 of a dry run depends on the number of ranks in the sizes of slices, and in one step or two for sums (one node, or
-several). So two tapes of several nodes, of 16 and 1,024 ranks, are replayed with the links of N ranks, and a line in 1/N
-between them has the slices; ``reuse`` says how far that, and the line in micro-batches, is from dry runs.
+several). So two tapes of several nodes, of 16 and 1,024 ranks, are replayed with the links of N ranks, and a line in
+1/N between them has the slices; ``reuse`` says how far that, and the line in micro-batches, is from dry runs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What a run will need before there is a device, a weight or another rank: the engine itself, run dry.
 
 memory_plan   `shardengine.plan`: what each tier needs, and whether it fits
+choice        `shardengine.choose`: the fastest config that fits
 hardware      what there is, as people write it
 machine       what there is, here
 comparison    a plan beside the run for which it was made
@@ -10,6 +11,8 @@ no_disk       a file of the tiers that keeps nothing
 no_values     tensors that have shapes and no values
 absent_ranks  what the other ranks would answer
 ledger        what is alive when
+layers        layers that are alike, and what more of them need
+deep_model    a run of a deep model by those of shorter ones
 costs         FLOPs and bytes of an operation
 tape          what takes time in a step, in order
 rates         how fast hardware is, as it is said
@@ -23,6 +26,7 @@ from __future__ import annotations
 
 from shardengine.planner.absent_ranks import AbsentMesh, EchoStore, Issued, Silent, SilentWire, absent_mesh
 from shardengine.planner.calibration import measured, measured_calls
+from shardengine.planner.choice import Choice, choose, table_of
 from shardengine.planner.comparison import (
     SETTLED_STEPS,
     Comparison,
@@ -46,6 +50,7 @@ from shardengine.planner.tape import Tape
 __all__ = [
     "SETTLED_STEPS",
     "AbsentMesh",
+    "Choice",
     "Comparison",
     "DryRun",
     "EchoStore",
@@ -66,6 +71,7 @@ __all__ = [
     "Tier",
     "Times",
     "absent_mesh",
+    "choose",
     "compare",
     "dry_run",
     "highest",
@@ -77,6 +83,7 @@ __all__ = [
     "show_bytes",
     "simulate",
     "summary_of",
+    "table_of",
     "taken_by",
     "this_machine",
     "watched",

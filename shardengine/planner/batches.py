@@ -53,6 +53,25 @@ def on_host(batch: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def resized(batch: Mapping[str, Any], samples: int, wanted: int) -> dict[str, Any]:
+    """``batch`` of ``samples``, with ``wanted`` in their place; what has another first size stays as it is."""
+    return {
+        name: torch.zeros(wanted, *each.shape[1:], dtype=each.dtype)
+        if isinstance(each, Tensor) and each.dim() and each.shape[0] == samples else each
+        for name, each in batch.items()
+    }  # fmt: skip
+
+
+def shorter(batch: Mapping[str, Any]) -> dict[str, Any] | None:
+    """``batch`` of tokens [samples, length], half as long; None where it is of something else."""
+    ids = batch.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[1] < 2:
+        return None
+    half = ids.shape[1] // 2
+    of_tokens = lambda each: isinstance(each, Tensor) and each.shape[:2] == ids.shape  # noqa: E731
+    return {name: each[:, :half].contiguous() if of_tokens(each) else each for name, each in batch.items()}
+
+
 def _longest(config: Any) -> int:
     """Tokens for which a model with learned positions has some."""
     for name in ("n_positions", "max_position_embeddings"):

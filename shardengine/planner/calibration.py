@@ -30,10 +30,10 @@ TRIES, LEAST_TRIES, LEAST_S = 7, 3, 20e-3
 """Of one operation; after the least number no more than until it has been timed for so long."""
 BUCKET_S = 3e-5
 """Python around a collective, or a kernel of the engine."""
-_COLD = ("update",)
-"""What these read was last used a step ago, and is in no cache."""
 _SIZES = (256, 512, 1024)
-_ELEMENTS = 1 << 22
+_ELEMENTS, _OF_A_STEP = 1 << 22, 1 << 25
+_EARLIER = ("update",)
+"""What these read was last used a step ago."""
 
 
 def measured(
@@ -68,11 +68,11 @@ def timed(call: Call) -> float:
     """Seconds of an operation with tensors of its shapes; what they hold is of no matter."""
     what, shapes = call.example
     given = pytree.tree_map(_made, shapes, is_leaf=lambda each: isinstance(each, Shape))
+    before = functools.partial(_other_memory(_OF_A_STEP if what in _EARLIER else _ELEMENTS).add_, 1)
     if call.kernel:
-        before = functools.partial(_other_memory().add_, 1) if what in _COLD else lambda: None
         return _seconds(lambda: getattr(kernels, what)(**given), before=before)
     args, kwargs = given
-    return _seconds(lambda: what(*args, **kwargs))
+    return _seconds(lambda: what(*args, **kwargs), before=before)
 
 
 def _made(each: Any) -> Any:
@@ -83,9 +83,9 @@ def _made(each: Any) -> Any:
 
 
 @functools.cache
-def _other_memory() -> Tensor:
-    """More than a core's own cache holds."""
-    return torch.zeros(_ELEMENTS)
+def _other_memory(elements: int) -> Tensor:
+    """More than a core's own cache holds: in a step, too, other operations come between two uses of a tensor."""
+    return torch.zeros(elements)
 
 
 def _seconds(run: Callable[[], Any], *, grad: bool = False, before: Callable[[], Any] = lambda: None) -> float:

@@ -24,7 +24,7 @@ DTYPES: Mapping[torch.dtype, str] = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"
 }  # fmt: skip
 _NO_WORK = re.compile(
-    r"empty|^(detach|alias|lift_fresh|resize|set_|record_stream|is_same_size|_local_scalar_dense|_version|item)"
+    r"empty|unsafe_view|^(detach|alias|lift_fresh|resize|set_|record_stream|is_same_size|_local_scalar_dense|_version|item)"
 )
 _MATRICES = re.compile(r"mm(_|$)|mv(_|$)|conv|attention|rnn|lstm|gru|linear|einsum|cdist|linalg|cholesky|fft|(^|_)dot$")
 """Of operations whose arithmetic is more than one pass over their tensors."""
@@ -43,9 +43,7 @@ def name_of(func: Any) -> str:
 @cache
 def is_work(func: Any) -> bool:
     """Whether it takes time that depends on its tensors."""
-    return not (
-        func.is_view or func.namespace == "prim" or _NO_WORK.search(name_of(func)) or name_of(func) == "_unsafe_view"
-    )
+    return not (func.is_view or func.namespace == "prim" or _NO_WORK.search(name_of(func)))
 
 
 def flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int | None:

@@ -58,6 +58,11 @@ class Ledger(TorchDispatchMode):
     def __post_init__(self) -> None:
         super().__init__()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: what torch wraps around every operation costs more than what is done here."""
+        return False
+
     def __hash__(self) -> int:
         return id(self)
 

@@ -17,7 +17,7 @@ from shardengine.config import Config, load_config
 from shardengine.engine import Engine
 from shardengine.errors import UsageError
 from shardengine.planner import batches
-from shardengine.planner.deep_model import deep_run
+from shardengine.planner.deep_model import deep_run, quick_run
 from shardengine.planner.dry_engine import (
     FORWARD,
     INITIALIZE,
@@ -155,23 +155,23 @@ def plan(
     The engine runs some steps dry (docs/decisions.md): what the model's own code makes is counted, whatever it is. The
     rank is one in the middle. ``UsageError`` where that code asks for values that only data has.
     """
-    where = Hardware.parse(hardware) if isinstance(hardware, str) else hardware
-    if not isinstance(where, Hardware):
-        raise UsageError(f'plan: expected hardware to be a text, as "4x24GB", or a Hardware, got {where!r}')
+    where = hardware_of(hardware, "plan")
     resolved = load_config(config).resolve_batch(where.ranks)
     given = None if batch is None else batches.on_host(batch)
     with without_values():
-        found = _made(model)
+        found = made(model)
         used = given or batches.example(found, resolved.train_micro_batch_size_per_gpu or 1, length)
-    of_node = where.node_ranks or 0
-    place = Place(where.ranks, where.ranks // 2, where.is_gpu, where.usable_bytes, node_ranks=of_node)
     options.pop("lr_scheduler", None)  # it takes no memory, and knows an optimizer that is not the copy
-    task = _Task(found, used, resolved, place, loss, options)
-    run = task.run_all(exact)
-    if rates is None and where.has_speeds:
-        rates = Rates.given(where)
-    time = None if rates is None else _times(run, rates, where.ranks)
-    return replace(_plan_of(run, where, place.rank, used), time=time)
+    task = Task(found, used, resolved, where, loss, options)
+    return task.plan(task.run_all(exact), rates or (Rates.given(where) if where.has_speeds else None))
+
+
+def hardware_of(hardware: Any, what: str) -> Hardware:
+    """A text, or what it says; ``UsageError``, which names ``what``, for anything else."""
+    where = Hardware.parse(hardware) if isinstance(hardware, str) else hardware
+    if not isinstance(where, Hardware):
+        raise UsageError(f'{what}: expected hardware to be a text, as "4x24GB", or a Hardware, got {where!r}')
+    return where
 
 
 def _times(run: DryRun, rates: Rates, ranks: int) -> Times:
@@ -182,15 +182,27 @@ def _times(run: DryRun, rates: Rates, ranks: int) -> Times:
 
 
 @dataclass(frozen=True)
-class _Task:
-    """What is run dry, whole or with fewer layers."""
+class Task:
+    """What is run dry, whole or with fewer layers, and what of it is said. Arguments as ``plan``'s."""
 
     model: nn.Module
     batch: Mapping[str, Any]
     config: Config
-    place: Place
+    where: Hardware
     loss: Callable[[Any], Tensor]
     options: Mapping[str, Any]
+
+    @property
+    def place(self) -> Place:
+        """A rank in the middle."""
+        where = self.where
+        of_node = where.node_ranks or 0
+        return Place(where.ranks, where.ranks // 2, where.is_gpu, where.usable_bytes, node_ranks=of_node)
+
+    def plan(self, run: DryRun, rates: Rates | None) -> Plan:
+        """What ``run`` says, of time only where there are ``rates``."""
+        time = None if rates is None else _times(run, rates, self.where.ranks)
+        return replace(_plan_of(run, self.where, self.place.rank, self.batch), time=time)
 
     def run_all(self, exact: bool) -> DryRun:
         """By shorter models where they say the same; an optimizer that exists knows all layers' parameters."""
@@ -198,6 +210,12 @@ class _Task:
         run = lambda depth: self._run(layers, depth)  # noqa: E731
         found = None if layers is None else deep_run(layers, run, lambda: self._run(steps=0))
         return found or self._run()
+
+    def run_quickly(self) -> DryRun:
+        """By two shorter models, and nobody checks whether those do; nothing is said of initialize."""
+        layers = None if self._optimizer_exists else layers_of(self.model)
+        run = lambda depth: self._run(layers, depth)  # noqa: E731
+        return (quick_run(layers, run) if layers is not None else None) or self._run()
 
     @property
     def _optimizer_exists(self) -> bool:
@@ -216,7 +234,7 @@ class _Task:
         return dry_run(make, lambda: self.batch, self.config, self.place, self.loss, options, steps)
 
 
-def _made(model: Any) -> nn.Module:
+def made(model: Any) -> nn.Module:
     """``UsageError`` where it is no module, and makes none."""
     wrong = isinstance(model, (Engine, type)) or not callable(model)
     found = model if isinstance(model, nn.Module) or wrong else model()

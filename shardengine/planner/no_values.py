@@ -52,6 +52,11 @@ class NoValues(TorchDispatchMode):
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._kind = FakeTensor
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: what torch wraps around every operation costs more than what is done here."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -147,6 +152,16 @@ class KeptOnGpu(TorchFunctionMode):
             kwargs |= {"dropout_p": 0.0} if "dropout_p" in kwargs else {}
         return func(*args, **kwargs)
 
+    def also_in_backward(self) -> Any:
+        """Inside, what backward computes again is done so, too: torch sets function modes aside for a backward."""
+        run = torch.autograd._engine_run_backward
+
+        def with_mode(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return run(*args, **kwargs)
+
+        return patch.object(torch.autograd, "_engine_run_backward", with_mode)
+
 
 _DROPOUT_P = 4
 """Its place among the arguments of attention."""
@@ -159,9 +174,11 @@ def without_values(*, on_gpu: bool = False, report: kernels.Report | None = None
     from torch._subclasses.fake_tensor import FakeTensor
 
     with ExitStack() as last:
+        last.enter_context(torch.compiler.set_stance("force_eager"))
         last.enter_context(kernels.without_values(report))
         if on_gpu:
-            last.enter_context(KeptOnGpu())
+            last.enter_context(mode := KeptOnGpu())
+            last.enter_context(mode.also_in_backward())
         last.enter_context(patch.object(FakeTensor, "data_ptr", _address, create=True))
         yield last.enter_context(NoValues())
 

@@ -6,8 +6,8 @@ long a single event lasts (rates).
 [Note: Clocks] Where the device is a GPU the host issues at once, and has a clock for what it computes and waits for
 itself. An operation starts when the current stream comes to it and the host has issued it; a collective behind what the
 current stream was given so far and behind those of its group; a copy behind its stream's others and what it was told to
-come after. Collectives that go over the same links share these: one transfers at a time, latencies overlap. Transfers
-of the disk come one after the other.
+come after, one at a time in each direction. Collectives that go over the same links share these: one transfers at a
+time, latencies overlap. Transfers of the disk come one after the other.
 
 Where the device is the CPU, host and computation are one. Collectives are carried out by threads of their own, which
 need cores: where a node has fewer than two for each rank, a collective that is waited for has taken all of its time but
@@ -194,10 +194,8 @@ class _Run:
         for number in event.after or ():
             if number in self._under_way:
                 behind = max(behind, self._under_way[number].end)
-        start, lasts = max(behind, self._streams.get(stream, 0.0)), self._rates.copy(event)
-        self._streams[stream] = start + lasts
-        lane = TO_HOST if event.to_host else TO_DEVICE
-        start = max(start, self._free.get(lane, 0.0))
+        lasts, lane = self._rates.copy(event), TO_HOST if event.to_host else TO_DEVICE
+        start = max(behind, self._streams.get(stream, 0.0), self._free.get(lane, 0.0))
         self._streams[stream] = self._free[lane] = start + lasts
         self._limits[lane] += lasts
         if stream is None:

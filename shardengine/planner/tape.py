@@ -198,6 +198,11 @@ class Recorder(TorchDispatchMode):
             self.tape.events.append(Phase(phase))
         self.tape.events.append(event)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: what torch wraps around every operation costs more than what is done here."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

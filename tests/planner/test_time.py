@@ -113,6 +113,8 @@ def test_copies_come_after_events() -> None:
     assert marked.part(TO_HOST).exposed == 0 and marked.part(HOST_STEP).exposed == 2
     queued = replayed(Copy(1, 7, True, 1, None), Copy(2, 7, True, 1, ()), Copy(3, 8, False, 1, (1,)), Wait(3, False), 1)
     assert queued.seconds == 2 + 2 + 1, "one stream in order, the other direction beside it"
+    two = replayed(Copy(1, 7, True, 1, ()), Copy(2, 8, True, 1, ()), Wait(1, True), Wait(2, True), 1)
+    assert two.seconds == 2 + 2 + 1, "in one direction after each other"
 
 
 def test_the_computation_stands_still_while_the_host_computes() -> None:
@@ -320,6 +322,8 @@ def test_states_elsewhere_are_copied_stepped_on_the_host_and_read_from_the_disk(
     assert updates and read == pytest.approx(14 * 2 * elements / 2, rel=0.1), "28 bytes an element of this rank's"
     assert not any(call.name == "update" for call in on_host.tape.computed(on_host=False))
     copies = [each for each in on_host.tape.events if isinstance(each, Copy)]
+    awaited = {each.number for each in on_host.tape.events if isinstance(each, Wait) and each.on_host}
+    assert awaited >= {each.number for each in copies if each.to_host}
     for to_host in (True, False):
         assert sum(c.bytes for c in copies if c.to_host is to_host) == pytest.approx(2 * elements / 2, rel=0.1)
     on_disk = run(CASES["stage 2"], apart=True, config=base | {
