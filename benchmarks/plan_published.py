@@ -44,11 +44,11 @@ from shardengine.planner import (
     Tape,
     Times,
     dry_run,
+    highest,
     simulate,
     without_weights,
 )
-from shardengine.planner.deep_model import deep_run
-from shardengine.planner.layers import Layers
+from shardengine.planner.layers import Layers, carried_on, line
 from shardengine.planner.rates import COMPUTE, NETWORK, NODE
 from shardengine.planner.replay import carried_times
 
@@ -189,6 +189,10 @@ def _gpt2(depth: int, hidden: int, heads: int) -> nn.Module:
         return Text("GPT2LMHeadModel", "GPT2Config", values)()
 
 
+DEPTHS, CHECK = (2, 8), 4
+"""Layers of the models that run."""
+
+
 @dataclass(frozen=True)
 class Deep:
     """Dry runs of shallow models, from which follows any deeper one."""
@@ -204,33 +208,36 @@ class Deep:
         """With so many layers, each once."""
         return _dry(self, depth)
 
-    def of(self, layers: int) -> DryRun:
-        """With all of them."""
-        found = deep_run(Layers(("transformer.h",), 0, layers, 1), self.run, lambda: self.run(6))
-        assert found is not None
-        return found
+    def peak(self, layers: int) -> int:
+        """Bytes, of all of them."""
+        runs = (self.run(DEPTHS[0]).device, self.run(DEPTHS[1]).device)
+        moments = carried_on(runs, DEPTHS, Layers(("transformer.h",), 0, layers, 1), layers)
+        return highest(moments, ("forward", "backward", "step")).bytes
+
+    def off(self) -> float:
+        """By which part a dry run of ``CHECK`` layers differs from what is said of it."""
+        return self.peak(CHECK) / self.run(CHECK).peak.bytes - 1
 
     def parameters(self, layers: int) -> int:
         """Of the model."""
-        few, more = self.run(2).parameters, self.run(4).parameters
-        return few + (more - few) // 2 * (layers - 2)
+        return round(line(DEPTHS, (self.run(DEPTHS[0]).parameters, self.run(DEPTHS[1]).parameters), layers))
 
 
 @functools.cache
 def _dry(deep: Deep, depth: int) -> DryRun:
     ids = torch.zeros(deep.batch, TOKENS, dtype=torch.int64)
     make = functools.partial(without_weights, _gpt2(depth, deep.hidden, deep.heads))
-    config = _config(deep.stage, deep.batch, activation_checkpointing={"enabled": True}, gradient_clipping=1.0)
+    bucket = 3 * deep.hidden**2  # four for each layer, 50M elements of the widest
+    more = {"activation_checkpointing": {"enabled": True}, "gradient_clipping": 1.0}
+    config = _config(deep.stage, deep.batch, bucket, **more)
     place = Place(deep.ranks, deep.ranks // 2, node_ranks=deep.node_ranks)
     return dry_run(make, lambda: {"input_ids": ids, "labels": ids}, config, place, loss_of)
 
 
 def largest(deep: Deep, limit: float) -> tuple[int, int]:
-    """Layers of the largest model whose planned peak is within ``limit``, and its parameters; 0 where none is."""
-    layers = 13  # fewer are not carried on
-    if deep.of(layers).peak.bytes > limit:
-        return 0, 0
-    while deep.of(layers + 1).peak.bytes <= limit:
+    """Layers of the largest model whose planned peak is within ``limit``, and its parameters."""
+    layers = 0
+    while deep.peak(layers + 1) <= limit:
         layers += 1
     return layers, deep.parameters(layers)
 
@@ -245,7 +252,7 @@ def table_2_measured() -> list[dict[str, Any]]:
         said = MEASURED[stage]
         rows.append({
             "stage": stage, "hidden": hidden, "layers": layers, "published": said, "ours": count,
-            "error": count / said - 1, "peak_bytes": deep.of(layers).peak.bytes,
+            "error": count / said - 1, "peak_bytes": deep.peak(layers), "off_the_line": deep.off(),
         })  # fmt: skip
     return rows
 
@@ -253,19 +260,17 @@ def table_2_measured() -> list[dict[str, Any]]:
 def run_row(run: Published) -> dict[str, Any]:
     """Peak and speed."""
     deep = Deep(run.stage, run.hidden, run.heads, run.batch, RUN_RANKS, 16)
-    found = deep.of(run.layers)
     hardware = Hardware(RUN_RANKS, round(CARD), **DGX2, **V100)
-    rates, depths = Rates.given(hardware), found.depths[-2:]
-    assert found.tape_before is not None
-    tapes = (found.tape_before, found.tape)
-    times = carried_times([simulate(tape, rates, RUN_RANKS) for tape in tapes], depths, run.layers)
-    few, more = (sum(tape.flops().values()) for tape in tapes)
-    flops = more + (more - few) * (run.layers - depths[1]) / (depths[1] - depths[0])
+    rates, peak = Rates.given(hardware), deep.peak(run.layers)
+    tapes = [deep.run(depth).tape for depth in DEPTHS]
+    times = carried_times([simulate(tape, rates, RUN_RANKS) for tape in tapes], DEPTHS, run.layers)
+    few, more = (float(sum(tape.flops().values())) for tape in tapes)
+    flops = line(DEPTHS, (few, more), run.layers)
     count = deep.parameters(run.layers)
     model = run.batch * TOKENS * (6 * count + 12 * run.layers * run.hidden * TOKENS)
     return {
         "run": run.name, "stage": run.stage, "parameters": count, "batch": run.batch,
-        "peak_bytes": found.peak.bytes, "fits": found.peak.bytes <= hardware.usable_bytes,
+        "peak_bytes": peak, "fits": peak <= hardware.usable_bytes, "off_the_line": deep.off(),
         "seconds": times.seconds, "compute": times.part(COMPUTE).busy,
         "tflops": flops / times.seconds / 1e12, "model_tflops": model / times.seconds / 1e12,
         "if_nothing_were_sent": flops / times.part(COMPUTE).busy / 1e12,
