@@ -38,7 +38,15 @@ class Nodes:
 
 def find(ranks: Sequence[RankFacts]) -> Nodes:
     """From the facts of all ranks."""
-    sizes, unlike = _sizes(ranks)
+    return _of(*_sizes(ranks))
+
+
+def alike(ranks: int, size: int) -> Nodes:
+    """Where each node has ``size`` of the ``ranks``, one after the other."""
+    return _of([size] * (ranks // size))
+
+
+def _of(sizes: Sequence[int], unlike: str = "") -> Nodes:
     size = sizes[0]
     if not unlike and len(set(sizes)) > 1:
         unlike = f"the nodes have {', '.join(map(str, sorted(set(sizes))))} ranks"

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardengine.comm import GroupKind, GroupName, Mesh, Wire
+from shardengine.comm import GroupKind, GroupName, Mesh, Wire, nodes
 from shardengine.offload import Platform
 from shardengine.planner.tape import Begin, Recorder, Wait
 
@@ -50,7 +50,8 @@ class Issued(NamedTuple):
 
 
 class SilentWire(Wire):
-    """Carries nothing. What is on the control group is received as if every rank had sent the same.
+    """Carries nothing. What is on the control group, and what has values, is received as if every rank had sent the
+    same.
 
     issued: each collective, in order · recorder: writes it down, too · host_waits: the host stands still for all
     collectives, not for those of the control group alone.
@@ -66,7 +67,9 @@ class SilentWire(Wire):
 
     def all_gather(self, out: Tensor, own: Tensor, group: Any) -> dist.Work:
         """See ``Wire``."""
-        if group == GroupName.CONTROL:
+        from torch._subclasses.fake_tensor import FakeTensor
+
+        if not isinstance(own, FakeTensor):  # sums of squares are a few numbers, which would be what lies in memory
             out.view(self._ranks, -1).copy_(own.clone())
         return self._begin("all_gather", group, out, own)
 
@@ -161,13 +164,15 @@ def absent_mesh(
     backend: str,
     platform: Callable[[torch.device], Platform],
     wire: Wire,
+    node_ranks: int = 0,
 ) -> AbsentMesh:
     """``rank`` of ``ranks`` on ``device``, used as ``backend`` ("gloo" or "nccl") is. platform: what makes the
-    device's platform."""
+    device's platform · node_ranks: of each node, 0: all."""
     names: dict[str, Any] = {str(name): str(name) for name in (GroupName.GATHER, GroupName.REDUCE, GroupName.CONTROL)}
     if backend == "gloo":
         names[str(GroupName.EVALUATE)] = str(GroupName.EVALUATE)
     if ranks == 1:
         names, backend = {}, "none"
     more: dict[str, Any] = {"wire": wire, "platform_of": platform, "kind": NamedGroups(), "echo": EchoStore(rank)}
+    more["nodes"] = nodes.alike(ranks, node_ranks or ranks)
     return AbsentMesh(rank, ranks, device, **names, backend=backend, **more)

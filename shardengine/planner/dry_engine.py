@@ -49,13 +49,15 @@ STEPS = 2
 @dataclass(frozen=True)
 class Place:
     """Which rank of what. apart: its device is a GPU, with a memory of its own (of ``device_bytes``) and NCCL; else it
-    is the CPU, and gloo · grain: bytes of which an allocation is a whole number; None: that of the device."""
+    is the CPU, and gloo · grain: bytes of which an allocation is a whole number; None: that of the device · node_ranks:
+    of each node, one after the other; 0: all ranks are in one."""
 
     ranks: int = 1
     rank: int = 0
     apart: bool = True
     device_bytes: int = 80 << 30
     grain: int | None = None
+    node_ranks: int = 0
 
 
 @dataclass(frozen=True)
@@ -236,7 +238,7 @@ def dry_run(
                 ledger.name(tensor.detach(), _HOST_SIDE + MODEL)
         mesh = absent_mesh(
             place.ranks, place.rank, HOST, backend="nccl" if place.apart else "gloo",
-            platform=lambda _: _Imagined(place, ledger, recorder), wire=wire,
+            platform=lambda _: _Imagined(place, ledger, recorder), wire=wire, node_ranks=place.node_ranks,
         )  # fmt: skip
         engine = initialize(model, config, mesh=mesh, **(options or {}))
         _name_kept(ledger, engine)

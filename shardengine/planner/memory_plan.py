@@ -219,7 +219,8 @@ class Task:
     def place(self) -> Place:
         """A rank in the middle."""
         where = self.where
-        return Place(where.ranks, where.ranks // 2, apart=where.is_gpu, device_bytes=where.usable_bytes)
+        of_node = where.node_ranks or 0
+        return Place(where.ranks, where.ranks // 2, where.is_gpu, where.usable_bytes, node_ranks=of_node)
 
     def plan(self, run: DryRun, rates: Rates | None) -> Plan:
         """What ``run`` says, of time only where there are ``rates``."""

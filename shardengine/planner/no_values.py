@@ -152,15 +152,19 @@ class KeptOnGpu(TorchFunctionMode):
             kwargs |= {"dropout_p": 0.0} if "dropout_p" in kwargs else {}
         return func(*args, **kwargs)
 
+    def also_in_backward(self) -> Any:
+        """Inside, what backward computes again is done so, too: torch sets function modes aside for a backward."""
+        run = torch.autograd._engine_run_backward
+
+        def with_mode(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return run(*args, **kwargs)
+
+        return patch.object(torch.autograd, "_engine_run_backward", with_mode)
+
 
 _DROPOUT_P = 4
 """Its place among the arguments of attention."""
-
-
-def _recomputed_on_gpu(*args: Any, **kwargs: Any) -> Any:
-    """A backward: torch leaves its modes for it, and what is computed again in it keeps what the first run kept."""
-    with KeptOnGpu():
-        return torch.autograd.graph._engine_run_backward(*args, **kwargs)
 
 
 @contextmanager
@@ -173,8 +177,8 @@ def without_values(*, on_gpu: bool = False, report: kernels.Report | None = None
         last.enter_context(torch.compiler.set_stance("force_eager"))
         last.enter_context(kernels.without_values(report))
         if on_gpu:
-            last.enter_context(KeptOnGpu())
-            last.enter_context(patch.object(torch.autograd, "_engine_run_backward", _recomputed_on_gpu))
+            last.enter_context(mode := KeptOnGpu())
+            last.enter_context(mode.also_in_backward())
         last.enter_context(patch.object(FakeTensor, "data_ptr", _address, create=True))
         yield last.enter_context(NoValues())
 

@@ -72,6 +72,8 @@ def test_which_ranks_share_a_node(name: str) -> None:
         assert (found.size, found.unlike) == (len(ranks) // number, "")
     else:
         assert (found.size, found.unlike) == ((alike[reason], "") if reason in alike else (0, reason))
+    if found.size:
+        assert nodes.alike(len(ranks), found.size) == found
 
 
 # Over a played network

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import shardengine
 from shardengine import Hardware, Plan, plan
 from shardengine.errors import UsageError
-from shardengine.planner import Ledger, Place, dry_run, without_values, without_weights
+from shardengine.planner import Ledger, Place, SilentWire, dry_run, without_values, without_weights
 from tests.dry.runs import TIERS, Case, Net
 from tests.dry.test_ratio_auto import Alive
 from tests.support.dry_run import META, Border, DryPlatform, Log, dry_mesh
@@ -249,6 +249,42 @@ def test_what_a_gpu_computes_again_is_what_it_kept() -> None:
         y: Any = checkpoint(block, x, use_reentrant=False)
         y.sum().backward()
         assert x.grad is not None
+
+
+class Dropping(nn.Module):
+    """Layers with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.1), nn.Linear(64, 64)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.h:
+            x = layer(x)
+        return x.float().square().mean()
+
+
+def test_dropout_that_is_computed_again_in_backward_is_that_of_a_gpu() -> None:
+    forward = {}
+    for checkpointed in (False, True):
+        config = {
+            "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+            "activation_checkpointing": {"enabled": checkpointed},
+        }  # fmt: skip
+        found = plan(Dropping(), config, "2x24GB", batch={"x": torch.zeros(512, 64)}, loss=lambda loss: loss)
+        forward[checkpointed] = max(each.alive["activations"] for each in found.timeline if each.phase == "forward")
+    result = 512 * 64 * 4
+    assert forward[False] > forward[True] + 2 * (result + result // 4), (
+        "a result and a mask in two layers that are over"
+    )
+
+
+def test_numbers_that_ranks_gather_are_what_this_one_has() -> None:
+    wire = SilentWire(3)
+    with without_values():
+        own, out = torch.full((2,), 7, dtype=torch.int64), torch.empty(6, dtype=torch.int64)
+        wire.all_gather(out, own, "gather")
+    assert out.tolist() == [7] * 6
 
 
 ONE_BUFFER = 135_000

@@ -263,6 +263,35 @@ def test_the_tape_has_the_collectives_that_are_issued_and_its_limits_hold(name: 
     assert times.part(COMPUTE).limit == pytest.approx(sum(n / rates.flops[d] for d, n in tape.flops().items()))
 
 
+@pytest.mark.parametrize("stage", ["0", "2", "3"])
+def test_ranks_of_several_nodes_add_gradients_inside_of_each_first(stage: str) -> None:
+    """As they do on NCCL without being asked: a quarter of the sums, in fp32, goes to other nodes."""
+    case = Case("", 8, stage, "bf16", bucket=BUCKET)
+    place = Place(8, 6, node_ranks=4)
+    found = dry_run(lambda _: _llama(), _words, case.config(), place, loss_of)
+    sent = {name: sum(each.bytes for each in found.tape.begun() if each.group == name) for name in found.tape.members}
+    assert not sent.get("reduce") and 0 < sent["across"] == 2 * sent["inside"] / 4
+    assert [list(found.tape.members[name]) for name in ("inside", "across")] == [[4, 5, 6, 7], [2, 6]]
+    times = {}
+    for node in (4, 0):
+        hardware = Hardware(8, 80 << 30, node_ranks=4, link=Link(1e9, 0.0), node_link=Link(1e12, 0.0))
+        tape = found.tape if node else dry_run(lambda _: _llama(), _words, case.config(), Place(8, 6), loss_of).tape
+        times[node] = simulate(tape, Rates.given(hardware), 8).part(NETWORK).busy
+    assert times[4] < 0.7 * times[0]
+
+
+def test_a_plan_knows_its_nodes() -> None:
+    hardware = Hardware(8, 80 << 30, node_ranks=4, link=Link(1e9, 0.0), node_link=Link(1e12, 0.0))
+    one = dataclasses.replace(hardware, node_ranks=None)
+    config = Case("", 8, "2", "bf16", bucket=BUCKET).config() | {"activation_checkpointing": {"enabled": True}}
+    config["zero_optimization"] = config["zero_optimization"] | {"shard_group_size": "node"}
+    found = plan(_llama(), config, hardware, batch=_words(), loss=loss_of)
+    assert found.time is not None and found.time.part(NETWORK).busy > 0
+    whole = config | {"zero_optimization": config["zero_optimization"] | {"shard_group_size": 8}}
+    alone = plan(_llama(), whole, one, batch=_words(), loss=loss_of)
+    assert found.device.at_rest["states"] > 1.9 * alone.device.at_rest["states"], "half of them in each node"
+
+
 def test_overlap_is_that_of_the_engine() -> None:
     """What is prefetched is hidden; without overlap, and with nothing ahead, more is exposed."""
     config = Case("", 4, "3").config()
