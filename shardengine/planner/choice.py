@@ -300,7 +300,8 @@ def _limit(one: Any, two: Any, second: int) -> float:
 
 
 def _lacks(tier: Any) -> float:
-    return 0.0 if tier.has is None else max(0.0, tier.peak - tier.has) / max(1, tier.has)
+    need = max(tier.peak, tier.initialize)
+    return 0.0 if tier.has is None else max(0.0, need - tier.has) / max(1, tier.has)
 
 
 def global_batch(config: Mapping[str, Any], ranks: int) -> int | None:
