@@ -154,7 +154,13 @@ def text_of(found: Plan) -> str:
 
 
 def _count(number: int) -> str:
-    return f"{number / 1e9:.2f} billion" if number >= 1e7 else f"{number:,}"
+    return (
+        f"{number / 1e9:.2f} billion"
+        if number >= 1e9
+        else f"{number / 1e6:.1f} million"
+        if number >= 1e7
+        else f"{number:,}"
+    )
 
 
 class RunPlan:

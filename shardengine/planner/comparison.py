@@ -85,6 +85,8 @@ def plan_amid(
             found = plan(
                 model, config, where, batch=batch(), loss=_in_time(loss, _PATIENCE * config.timeout_s), **options
             )
+    except _TooLong as error:
+        found = str(error)
     except UsageError as error:
         found = str(error).removeprefix("plan: ").partition(": expected")[0][:_LONGEST_REASON]
     except Exception as error:
@@ -98,13 +100,17 @@ def plan_amid(
     return found
 
 
+class _TooLong(BaseException):
+    """Nobody between here and ``plan_amid`` takes this for something that is wrong with a model."""
+
+
 def _in_time(loss: Callable[[Any], Tensor], seconds: float) -> Callable[[Any], Tensor]:
-    """``loss``, and ``UsageError`` when so many seconds are over."""
+    """``loss``, and ``_TooLong`` when so many seconds are over."""
     end = time.monotonic() + seconds
 
     def asked(returned: Any) -> Tensor:
         if time.monotonic() > end:
-            raise UsageError(f"plan: it takes more than {seconds:g} s: expected a smaller model, or a plan made before")
+            raise _TooLong(f"it takes more than {seconds:g} s")
         return loss(returned)
 
     return asked

@@ -19,6 +19,7 @@ from shardengine.errors import UsageError
 from shardengine.planner import batches
 from shardengine.planner.deep_model import deep_run, quick_run
 from shardengine.planner.dry_engine import (
+    BACKWARD,
     FORWARD,
     INITIALIZE,
     STATES,
@@ -31,7 +32,7 @@ from shardengine.planner.dry_engine import (
 )
 from shardengine.planner.hardware import Hardware, show_bytes
 from shardengine.planner.layers import Layers, layers_of, shorter
-from shardengine.planner.ledger import Moment
+from shardengine.planner.ledger import Moment, highest
 from shardengine.planner.no_values import NoValues, without_values, without_weights
 from shardengine.planner.rates import Rates
 from shardengine.planner.replay import Times, carried_times, simulate
@@ -151,18 +152,17 @@ def plan(
     ``Hardware`` · batch: a micro-batch, as ``engine(**batch)`` gets it; default zeros for a model of transformers, of
     ``train_micro_batch_size_per_gpu`` samples and ``length`` tokens · loss: of what forward returns · exact: all layers
     run, where else three shorter models may do · rates: how fast the hardware is; default ``Rates.given`` where
-    ``hardware`` says something of its speeds · options: ``initialize``'s (optimizer, …).
+    ``hardware`` says something of its speeds · options: ``optimizer``, as ``initialize`` has it.
 
     The engine runs some steps dry (docs/decisions.md): what the model's own code makes is counted, whatever it is. The
     rank is one in the middle. ``UsageError`` where that code asks for values that only data has.
     """
-    where = hardware_of(hardware, "plan")
+    where, options = hardware_of(hardware, "plan"), options_of(options, "plan")
     resolved = load_config(config).resolve_batch(where.ranks)
     given = None if batch is None else batches.on_host(batch)
     with without_values():
         found = made(model)
         used = given or batches.example(found, resolved.train_micro_batch_size_per_gpu or 1, length)
-    options.pop("lr_scheduler", None)  # it takes no memory, and knows an optimizer that is not the copy
     task = Task(found, used, resolved, where, loss, options)
     return task.plan(task.run_all(exact), rates or (Rates.given(where) if where.has_speeds else None))
 
@@ -173,6 +173,20 @@ def hardware_of(hardware: Any, what: str) -> Hardware:
     if not isinstance(where, Hardware):
         raise UsageError(f'{what}: expected hardware to be a text, as "4x24GB", or a Hardware, got {where!r}')
     return where
+
+
+def options_of(options: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """Those of ``initialize`` that a plan can take; ``UsageError``, which names ``what``, for others.
+
+    A scheduler takes no memory, and knows an optimizer that is not the copy: it is left out.
+    """
+    unknown = sorted(options.keys() - {"optimizer", "lr_scheduler"})
+    if unknown:
+        raise UsageError(
+            f"{what}: expected of initialize's arguments optimizer alone, got {', '.join(unknown)}: the ranks are "
+            "those of hardware, and what is trained are the parameters that require a gradient"
+        )
+    return {name: value for name, value in options.items() if name == "optimizer"}
 
 
 def _times(run: DryRun, rates: Rates, ranks: int, config: Config) -> Times:
@@ -190,7 +204,8 @@ def _times(run: DryRun, rates: Rates, ranks: int, config: Config) -> Times:
 
 
 _RUN = 2
-"""Micro-batches of a step that run dry, where there are more: each later one finds what the second has found."""
+"""Micro-batches of a step that run dry, where there are more. Each later one finds in memory what the second has found,
+and lasts as long as the first."""
 
 
 def _batch_of(config: Config, steps: int | None = None) -> dict[str, Any]:
@@ -274,14 +289,14 @@ def made(model: Any) -> nn.Module:
 def _plan_of(run: DryRun, where: Hardware, rank: int, batch: Mapping[str, Any]) -> Plan:
     shapes = next((tuple(each.shape) for each in batch.values() if isinstance(each, Tensor)), ())
     name = "GPU" if where.is_gpu else "memory"
-    peak, host = run.peak, run.host_peak
+    peak, host = run.peak, highest(run.host, (FORWARD, BACKWARD, STEP))
     device = Tier(
         name, peak.bytes, dict(bytes_by_kind(peak)), peak.phase, dict(bytes_by_kind(run.at_rest)),
         run.peak_in(INITIALIZE).bytes, where.usable_bytes,
     )  # fmt: skip
     on_host = Tier(
-        "host", host.bytes, dict(bytes_by_kind(host)), host.phase, dict(bytes_by_kind(run.host_at_rest)), 0,
-        where.per_rank(where.host_bytes),
+        "host", host.bytes, dict(bytes_by_kind(host)), host.phase, dict(bytes_by_kind(run.host_at_rest)),
+        highest(run.host, (INITIALIZE,)).bytes, where.per_rank(where.host_bytes),
     )  # fmt: skip
     kept = round(run.memory["measured_disk_bytes"])
     on_disk = Tier("disk", kept, {STATES: kept}, STEP, {STATES: kept}, kept, where.per_rank(where.disk_bytes))

@@ -29,8 +29,11 @@ from shardengine.planner.rates import (
     COMPUTE,
     CONTROL,
     DISK,
+    FLOPS_IN,
     HIDDEN_BY_CPU,
     HOST_STEP,
+    NETWORK,
+    NODE,
     PYTHON,
     TO_DEVICE,
     TO_HOST,
@@ -115,7 +118,7 @@ def simulate(tape: Tape, rates: Rates, ranks: int = 1) -> Times:
 
 def carried_times(known: Sequence[Times], depths: Sequence[int], layers: int) -> Times:
     """Of a model with all ``layers``, by those of two with fewer (layers: [Note: Fewer layers]): a step grows by the
-    same time with each. The timeline is the deeper one's, ``unknown`` too."""
+    same time with each. The timeline is the deeper one's."""
     early, late = known
     more = (layers - depths[1]) / (depths[1] - depths[0])
 
@@ -129,7 +132,8 @@ def carried_times(known: Sequence[Times], depths: Sequence[int], layers: int) ->
         for part in late.parts
     ]
     phases = {name: line(early.phases.get(name, 0.0), seconds) for name, seconds in late.phases.items()}
-    return replace(late, seconds=line(early.seconds, late.seconds), parts=parts, phases=phases)
+    unknown = {name: round(line(early.unknown.get(name, 0), count)) for name, count in late.unknown.items()}
+    return replace(late, seconds=line(early.seconds, late.seconds), parts=parts, phases=phases, unknown=unknown)
 
 
 class _Run:
@@ -317,7 +321,16 @@ class _Run:
             busy[PYTHON] = self._exposed[PYTHON] = self._python
         parts = [Part(name, busy[name], self._exposed[name], self._limits[name]) for name in self._lanes(busy)]
         phases = {name: seconds for name, seconds in self._phases.items() if name}
-        return Times(end, parts, phases, self._timeline, dict(self._tape.unknown), self._rates.assumed)
+        return Times(end, parts, phases, self._timeline, dict(self._tape.unknown), self._assumed(busy))
+
+    def _assumed(self, busy: Mapping[str, float]) -> list[str]:
+        """What of the rates nobody has said, and this step needs."""
+        parts = {NODE, NETWORK, DISK, TO_HOST, TO_DEVICE, HOST_STEP}
+        of_dtypes = {f"{FLOPS_IN} {dtype}" for dtype in self._tape.flops()}
+        return [
+            name for name in self._rates.assumed
+            if (name not in parts or name in busy) and (not name.startswith(FLOPS_IN) or name in of_dtypes)
+        ]  # fmt: skip
 
     def _lanes(self, busy: Mapping[str, float]) -> Iterator[str]:
         yield COMPUTE
