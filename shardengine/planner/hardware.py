@@ -69,7 +69,7 @@ class Hardware:
             )
         if self.usable_bytes <= 0:
             raise UsageError(
-                f"hardware: expected devices of more than the {show_bytes(self.reserved_bytes)} that are left to CUDA and "
+                f"hardware: expected devices of more than {show_bytes(self.reserved_bytes)}, which are left to CUDA and "
                 f"NCCL, got {show_bytes(self.device_bytes)}"
             )
 

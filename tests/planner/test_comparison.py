@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy
 import pytest
@@ -29,6 +30,7 @@ from shardengine.planner import (
     Taken,
     compare,
     line_of,
+    memory_plan,
     plan,
     plan_amid,
     taken_by,
@@ -232,7 +234,8 @@ def test_of_many_micro_batches_two_are_planned(stage: str) -> None:
         seen.append(0)
         return loss_of(returned)
 
-    whole = plan(small.make(), config_of(case), where, batch=small.batch(), loss=loss_of)
+    with patch.object(memory_plan, "_RUN", 5):
+        whole = plan(small.make(), config_of(case), where, batch=small.batch(), loss=loss_of)
     found = plan_amid(small.make(), config_of(case), where, small.batch, loss=counting)
     assert isinstance(found, Plan) and len(seen) % 2 == 0 and len(seen) < 10
     assert found.device.peak == pytest.approx(whole.device.peak, rel=1e-5)
