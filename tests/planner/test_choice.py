@@ -149,11 +149,11 @@ def test_what_the_user_said_stays(place: str, again: bool) -> None:
 
 
 def test_what_is_needed_where_nothing_fits_is_true() -> None:
-    """The host is too small for one rank: two have one each, and states of 8 bits are a quarter."""
+    """The host is too small for one rank; of two, with one each, gradients of another are on the device, too."""
     told: list[str] = []
 
     def of(ranks: int) -> Hardware:
-        return gpus(1_330_000, ranks, host_bytes=2_400_000, node_ranks=1)
+        return gpus(1_200_000, ranks, host_bytes=2_400_000, node_ranks=1)
 
     found = chosen(of(1), told=told.append)
     assert (found.rows, found.config, found.plan) == ([], None, None)
@@ -161,15 +161,17 @@ def test_what_is_needed_where_nothing_fits_is_true() -> None:
     assert closest.startswith(
         "nothing fits; the closest is stage 3, all on the host with micro-batches of 1: GPU: fits"
     )
-    assert "host: does not fit" in closest and told[-2:] == [
-        "would it fit with 2 ranks?", "would it fit with states of 8 bits (data_types.optimizer_state_dtype)?"
+    assert "host: does not fit" in closest and told[-3:] == [
+        "would it fit with 2 ranks?", "would it fit with 4 ranks?",
+        "would it fit with states of 8 bits (data_types.optimizer_state_dtype)?"
     ]  # fmt: skip
     assert [sentence.partition(":")[0] for sentence in needed] == [
-        "it would fit with 2 ranks", "it would fit with states of 8 bits (data_types.optimizer_state_dtype)"
+        "it would fit with 4 ranks", "it would fit with states of 8 bits (data_types.optimizer_state_dtype)"
     ]  # fmt: skip
     candidate = Candidate(3, "all on the host")
     assert not planned(candidate.config(BASE, 1), of(1)).fits
-    assert planned(candidate.config(BASE, 2), of(2)).fits
+    assert not planned(candidate.config(BASE, 2), of(2)).fits
+    assert planned(candidate.config(BASE, 4), of(4)).fits
     assert planned({**candidate.config(BASE, 1), "data_types": {"optimizer_state_dtype": "8bit"}}, of(1)).fits
 
 
