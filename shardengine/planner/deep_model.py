@@ -14,6 +14,9 @@ from shardengine.planner.ledger import Moment, highest
 
 _STEP = (FORWARD, BACKWARD, STEP)
 _DISK = "measured_disk_bytes"
+_BUFFERS, _ALL_BUFFERS = 4, 0.02
+"""So many buffers more or less have to be such a part of the peak at most."""
+_USUAL_BUCKET = 12_500_000
 
 
 def deep_run(layers: Layers, run: Callable[[int], DryRun], begin: Callable[[], DryRun]) -> DryRun | None:
@@ -29,6 +32,8 @@ def deep_run(layers: Layers, run: Callable[[int], DryRun], begin: Callable[[], D
     if not _on_a_line(_carried((first, second), depths[:2], layers, depths[2]), third, layers, depths):
         return None
     found = _carried((second, third), depths[1:], layers, layers.count)
+    if _BUFFERS * _buffer_bytes(third) > _ALL_BUFFERS * found.peak.bytes:
+        return None
     begun = begin()
     return replace(
         found,
@@ -62,6 +67,13 @@ def quick_run(layers: Layers, run: Callable[[int], DryRun]) -> DryRun | None:
         layers=layers.count,
         tape_before=first.tape,
     )
+
+
+def _buffer_bytes(run: DryRun) -> int:
+    """Of a full bucket of gradients; how many there are at once follows from how parameters fill buckets, which is
+    another thing in each depth."""
+    size = run.config.zero_optimization.reduce_bucket_size
+    return 4 * (size if isinstance(size, int) else _USUAL_BUCKET)
 
 
 def _with_start(begun: Sequence[Moment], found: Sequence[Moment]) -> list[Moment]:

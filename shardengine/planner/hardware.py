@@ -69,8 +69,8 @@ class Hardware:
             )
         if self.usable_bytes <= 0:
             raise UsageError(
-                f"hardware: expected devices of more than {show_bytes(self.reserved_bytes)}, which are left to CUDA and "
-                f"NCCL, got {show_bytes(self.device_bytes)}"
+                f"hardware: expected devices of more than {show_bytes(self.reserved_bytes)}, which CUDA and NCCL take, "
+                f"got {show_bytes(self.device_bytes)}"
             )
 
     @classmethod
