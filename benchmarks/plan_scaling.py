@@ -355,6 +355,30 @@ def tables(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def markdown(result: Mapping[str, Any]) -> list[str]:
+    """The tables of docs/benchmarks.md: memory, and curves."""
+    lines = ["| stage | " + " | ".join(f"{ranks:,} ranks" for ranks in MEMORY_RANKS) + " | initialize, a step |"]
+    lines.append("|" + "---|" * (len(MEMORY_RANKS) + 2))
+    for stage in dict.fromkeys(row["stage"] for row in result["memory"]):
+        of = [row for row in result["memory"] if row["stage"] == stage]
+        cells = [
+            f"{row['peak_bytes'][str(row['ranks'] // 2)] / 1e9:.2f} ({row['state_bytes'] / 1e9:.2f})" for row in of
+        ]
+        cells.append(f"{of[-1]['initialize_s']:.1f} s, {of[-1]['step_s']:.1f} s")
+        lines.append(f"| {stage} | {' | '.join(cells)} |")
+    curves = ["| stage | ranks | weak: ms | exposed | formula | efficiency | strong: s | efficiency |"]
+    curves.append("|" + "---|" * 8)
+    for row in result["curves"]:
+        if row["ranks"] in (8, 16, 64, 256, 1024) and (row["ranks"] != 16 or row["way"] == HYBRID):
+            weak = row["weak"]
+            curves.append(
+                f"| {row['way']} | {row['ranks']:,} | {1e3 * weak['seconds']:.0f} | "
+                f"{1e3 * (weak['seconds'] - weak['compute']):.0f} | {1e3 * row['formula_s']:.0f} | "
+                f"{100 * row['weak_efficiency']:.1f}% | {row['strong_s']:.2f} | {100 * row['strong_efficiency']:.1f}% |"
+            )
+    return ["\n".join(lines), "\n".join(curves)]
+
+
 def draw(result: Mapping[str, Any], path: Path) -> None:
     """Efficiency over the number of ranks, weak and strong; the formula dashed."""
     import matplotlib.pyplot as plt
