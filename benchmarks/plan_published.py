@@ -340,8 +340,26 @@ def summary(result: Mapping[str, Any]) -> dict[str, float]:
         "fit": sum(row["fits"] for row in result["runs"]),
         "tflops": statistics.mean(row["tflops"] for row in zero),
         "model_tflops": statistics.mean(row["model_tflops"] for row in zero),
-        "baseline_tflops": max(row["tflops"] for row in result["runs"] if row["stage"] == "0"),
+        "baseline_tflops": result["runs"][-1]["tflops"],
     }
+
+
+def markdown(result: Mapping[str, Any]) -> list[str]:
+    """The tables of docs/benchmarks.md: the largest models, the runs on 128 GPUs."""
+    lines = ["| stage | by model state: published | ours | measured | ours, planned |", "|" + "---|" * 5]
+    measured = {row["stage"]: row for row in result["table_2_measured"]}
+    for row in result["table_2"]:
+        said = [f"{row['published'] / 1e9:g}B", f"{row['ours'] / 1e9:.2f}B ({100 * row['error']:+.1f}%)", "", ""]
+        if (found := measured.get(row["stage"])) is not None:
+            said[2:] = [f"{found['published'] / 1e9:g}B", f"{found['ours'] / 1e9:.2f}B ({100 * found['error']:+.0f}%)"]
+        lines.append(f"| {row['stage']} | {' | '.join(said)} |")
+    runs = ["| run | stage | batch | peak, GB | ms | TFLOP/s | of the model | if nothing were sent |", "|" + "---|" * 8]
+    for row in result["runs"]:
+        speeds = [f"{row[name]:.1f}" for name in ("tflops", "model_tflops", "if_nothing_were_sent")]
+        cells = [row["run"], row["stage"], str(row["batch"]), f"{row['peak_bytes'] / 1e9:.1f}"]
+        duration = f"{1e3 * row['seconds']:.0f}"
+        runs.append(f"| {' | '.join([*cells, duration, *speeds])} |")
+    return ["\n".join(lines), "\n".join(runs)]
 
 
 def tables(result: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from benchmarks import plan_published, plan_scaling
 from benchmarks.plan_published import DEGREES, RUNS, SIZES, TABLE_1, TABLE_2, by_paper, table_1
 from benchmarks.plan_scaling import HYBRID, Costs, formula, hardware_of, replayed, without_links
+from benchmarks.reporting import RESULTS
 from shardengine.planner import Rates
 
 SMALL = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4,
@@ -88,6 +90,15 @@ def test_the_formula_by_hand() -> None:
     assert formula("2", 16, short, count) == pytest.approx(hidden_by_nothing + 2 * count * costs.gather + 10e-6)
 
 
+@pytest.mark.parametrize("module", [plan_scaling, plan_published])
+def test_tables_of_the_page_are_those_of_the_result(module: Any) -> None:
+    name = module.__name__.rpartition(".")[2]
+    found = json.loads((RESULTS / f"{name}-xeon-2core.json").read_text(encoding="utf-8"))
+    page = (RESULTS.parents[1] / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    for text in module.markdown(found):
+        assert text in page
+
+
 def test_cells_of_the_published_table_are_those_of_its_formula() -> None:
     for size, stages in TABLE_1.items():
         count, rows, columns = SIZES[size]
@@ -111,7 +122,7 @@ def test_a_deep_gpt_2_is_a_line_in_its_layers(monkeypatch: pytest.MonkeyPatch) -
     found = plan_published.run_row(run)
     deep = plan_published.Deep("2", 128, 4, 2, plan_published.RUN_RANKS, 16)
     assert found["parameters"] == 12 * (12 * 128**2 + 13 * 128) + (512 + 64 + 2) * 128
-    assert deep.peak(12) == pytest.approx(deep.run(12).peak.bytes, rel=0.02) and found["fits"]
+    assert deep.peak(12) == pytest.approx(deep.run(12).peak.bytes, rel=0.03) and found["fits"]
     assert 0 < found["model_tflops"] < found["tflops"] <= found["if_nothing_were_sent"] < 125
     layers, count = plan_published.largest(deep, deep.peak(12))
     assert (layers, count) == (12, found["parameters"])
