@@ -112,11 +112,11 @@ TOKENS, WORDS = 1024, 50_257
 
 # What the papers say of hardware, and data sheets of a V100
 
-DGX2 = {"node_ranks": 16, "link": Link(8 * 12.5e9 / 16, 20e-6), "node_link": Link(150e9, 10e-6)}
+DGX2: dict[str, Any] = {"node_ranks": 16, "link": Link(8 * 12.5e9 / 16, 20e-6), "node_link": Link(150e9, 10e-6)}
 """16 GPUs behind a switch with 150 GB/s each, and 8 cards of 100 Gb/s for a node."""
-EIGHT = {"node_ranks": 8, "link": Link(12.5e9 / 8, 20e-6), "node_link": Link(150e9, 10e-6)}
+EIGHT: dict[str, Any] = {"node_ranks": 8, "link": Link(12.5e9 / 8, 20e-6), "node_link": Link(150e9, 10e-6)}
 """8 GPUs and one card of 100 Gb/s for a node."""
-V100 = {"flops": {"fp16": 125e12, "fp32": 15.7e12, "bf16": 15.7e12}, "memory_speed": 900e9}
+V100: dict[str, Any] = {"flops": {"fp16": 125e12, "fp32": 15.7e12, "bf16": 15.7e12}, "memory_speed": 900e9}
 
 
 # Table 1 and table 2: model state

@@ -41,7 +41,7 @@ from shardengine.planner import DryRun, Hardware, Link, Place, Rates, Tape, Time
 from shardengine.planner.rates import COMPUTE, NETWORK, NODE
 from shardengine.planner.replay import carried_times
 
-LLAMA = {
+LLAMA: Mapping[str, Any] = {
     "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_attention_heads": 32,
     "num_key_value_heads": 8, "max_position_embeddings": 2048, "use_cache": False,
 }  # fmt: skip
@@ -86,7 +86,7 @@ class Run:
 def model_of(depth: int) -> nn.Module:
     """Without weights."""
     with torch.device("meta"):
-        return Text("LlamaForCausalLM", "LlamaConfig", LLAMA | {"num_hidden_layers": depth})()
+        return Text("LlamaForCausalLM", "LlamaConfig", dict(LLAMA) | {"num_hidden_layers": depth})()
 
 
 def config_of(way: str, micros: int) -> dict[str, Any]:
@@ -275,9 +275,10 @@ def formula(way: str, ranks: int, alone: Mapping[str, float], count: int) -> flo
         gathered = {0: GRADIENT, 2: WEIGHT}[WAYS[way]["stage"]]
         after = gathered * count * costs.gather + late
         return forward + max(backward, (buckets - 1) * reduction) + last + max(step, after)
-    block = sum(each.numel() for each in model_of(1).model.layers[0].parameters())  # type: ignore[union-attr,operator]
+    first_layer = model_of(1).get_submodule("model.layers.0")
+    block = sum(each.numel() for each in first_layer.parameters())
     gather = WEIGHT * block * costs.gather + late
-    first = WEIGHT * LLAMA["vocab_size"] * LLAMA["hidden_size"] * costs.gather + late  # type: ignore[operator]
+    first = WEIGHT * LLAMA["vocab_size"] * LLAMA["hidden_size"] * costs.gather + late
     excess = sum(max(0.0, gather - each / LAYERS) for each in (forward, backward)) * LAYERS
     behind = max(0.0, (buckets - 1) * reduction - backward)
     return forward + backward + step + first + excess + behind + last + GRADIENT * count * costs.far_gather

@@ -154,7 +154,7 @@ class KeptOnGpu(TorchFunctionMode):
 
     def also_in_backward(self) -> Any:
         """Inside, what backward computes again is done so, too: torch sets function modes aside for a backward."""
-        run = torch.autograd._engine_run_backward
+        run: Callable[..., Any] = vars(torch.autograd)["_engine_run_backward"]
 
         def with_mode(*args: Any, **kwargs: Any) -> Any:
             with self:
