@@ -195,7 +195,7 @@ def another_micro_batch(way: str, ranks: int, rates: Rates) -> float:
 
 def curves(ways: Sequence[str], numbers: Sequence[int]) -> list[dict[str, Any]]:
     """A row for each way and number of ranks, weak and strong, with the formula."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for way in ways:
         for ranks in numbers:
             if WAYS[way].get("shard_group_size") == ranks:  # one group
@@ -289,7 +289,7 @@ def formula(way: str, ranks: int, alone: Mapping[str, float], count: int) -> flo
 
 def reuse(ways: Sequence[str]) -> list[dict[str, Any]]:
     """Of 2 layers: a step by tapes of other numbers of ranks, and of micro-batches, beside that of a dry run."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for way in ways:
         depth = DEPTHS[0]
         rates = Rates.given(hardware_of(64))
@@ -312,7 +312,7 @@ def reuse(ways: Sequence[str]) -> list[dict[str, Any]]:
 def latencies(ways: Sequence[str], ranks: int) -> list[dict[str, Any]]:
     """The weak curve's last point where a collective between nodes has another latency: a ring's grows with the number
     of nodes, a tree's with its logarithm, and α here is one number."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for way in ways:
         for latency in LATENCIES:
             found = between(way, ranks, Rates.given(hardware_of(ranks, latency)))
