@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
+import json
 import os
 import statistics
 import time
@@ -252,12 +253,47 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     return [row["case"], *bytes_, f"{100 * row['error']:+.2f}%", at, f"{row['seconds']:.1f}"]
 
 
+def markdown(result: Mapping[str, Any]) -> str:
+    """The table of docs/benchmarks.md."""
+    lines = ["| run | measured MB | planned | error |", "|---|---|---|---|"]
+    for row in result["rows"]:
+        name = f"*{row['case']}*" if row["held_out"] else row["case"]
+        numbers = f"{row['measured'] / 1e6:.2f} | {row['planned'] / 1e6:.2f} | {100 * row['error'] + 0.0:+.2f}%"
+        lines.append(f"| {name} | {numbers} |")
+    return "\n".join(lines)
+
+
+def sentence(result: Mapping[str, Any]) -> str:
+    """Of docs/benchmarks.md."""
+    found, held = result["summary"], result["held_out"]
+    return (
+        f"{found['within_goal']} of {found['rows']} runs are within 3%, {held['within_goal']} of {held['rows']} of "
+        f"models that nobody looked at before; the median error is {100 * found['median_error']:.2f}%, the largest "
+        f"{100 * found['largest_error']:.1f}%. The phase of the peak is the same in {found['same_phase']}."
+    )
+
+
+def peer_sentence(result: Mapping[str, Any]) -> str:
+    """Of docs/benchmarks.md."""
+    told = [
+        f"{row['model']}: `MemTracker` {100 * row['error'] + 0.0:+.2f}% in {row['seconds']:.1f} s, a dry run "
+        f"{100 * row['engine']['error'] + 0.0:+.2f}% in {row['engine']['seconds']:.1f} s"
+        for row in result["peers"]
+    ]
+    return "; ".join(told)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plan", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--only", default="", help="rows whose name has this in it; writes no result")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"the last of how many is measured (default {STEPS})")
+    parser.add_argument("--markdown", metavar="FILE", help="print the table and sentences of docs of a result, and end")
     options = parser.parse_args(argv)
+    if options.markdown:
+        result = json.loads(Path(options.markdown).read_text(encoding="utf-8"))
+        print(markdown(result), sentence(result), peer_sentence(result), sep="\n\n")
+        return 0
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     forks = Forks()
     header = ["", "measured MB", "most", "planned", "error", "at", "seconds"]

@@ -23,7 +23,7 @@ try:
     from shardengine.errors import ConfigError, ShardEngineError
     from shardengine.loading import meta_init
     from shardengine.other_engines import missing_in_package
-    from shardengine.planner import Hardware, Plan, plan
+    from shardengine.planner import Choice, Hardware, Plan, choose, plan
     from shardengine.pretrained import load_pretrained
     from shardengine.version import __version__
 finally:
@@ -31,6 +31,7 @@ finally:
         gc.enable()
 
 __all__ = [
+    "Choice",
     "Config",
     "ConfigError",
     "Engine",
@@ -39,6 +40,7 @@ __all__ = [
     "Plan",
     "ShardEngineError",
     "__version__",
+    "choose",
     "initialize",
     "launch",
     "load_config",

@@ -206,7 +206,7 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help="say what a run will need of memory, whether it fits, and how long a step lasts",
         description="Runs some steps of the engine with the real model, without a GPU, weights or other ranks, and "
         "counts what is alive. Given --link, --tflops or another speed, it also says how long a step lasts. Exits with "
-        "0 where it fits, 1 where it does not.",
+        "0 where it fits, 1 where it does not; with --choose 1 where no config does.",
     )
     command.add_argument(
         "--model",
@@ -229,6 +229,13 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     command.add_argument(
         "--micro-batch", metavar="N", type=_positive, help="samples per rank, in place of the config's"
     )
+    command.add_argument(
+        "--choose",
+        action="store_true",
+        help="plan many configs, by stage, tier, activations computed again and micro-batch, and print the ten fastest "
+        "that fit, or what would be needed; the optimizer, precision and global batch of --config stay",
+    )
+    command.add_argument("--write", metavar="FILE", help="choose, and write the fastest config that fits (JSON)")
     command.add_argument("--lora", metavar="KEYS", help="LoRA adapters, as for train")
     command.add_argument("--json", action="store_true", help="print JSON")
     command.add_argument("--plot", metavar="FILE", help="draw what is alive over a step (PNG, SVG)")

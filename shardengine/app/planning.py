@@ -1,6 +1,7 @@
 """`shardengine plan`: what a run will need, before there is a GPU or a weight. Must not know: how bytes are counted.
 
-Owns: the model of the command line, how a plan is printed and drawn, the plan that a training makes of itself.
+Owns: the model of the command line, how a plan and a choice are printed, drawn and written, the plan that a training
+makes of itself.
 
 Exit codes: 0 it fits · 1 it does not · 2 wrong usage or config.
 """
@@ -11,30 +12,36 @@ import argparse
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from shardengine.app import adapters
 from shardengine.app.data import Blocks, training_batches
 from shardengine.app.rank_sums import RankSums
-from shardengine.app.settings import Settings, check_model, read_config, require
+from shardengine.app.settings import Settings, check_model, read_base, read_config, require
 from shardengine.config import Config
 from shardengine.engine import Engine
 from shardengine.errors import UsageError
 from shardengine.planner import (
     SETTLED_STEPS,
+    Choice,
     Hardware,
+    Moment,
     Plan,
     Taken,
+    choose,
     compare,
     line_of,
     plan,
     plan_amid,
     show_bytes,
     summary_of,
+    table_of,
     taken_by,
     this_machine,
     watched,
@@ -42,7 +49,7 @@ from shardengine.planner import (
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the plan; the exit code."""
+    """Print the plan, or with --choose the configs that fit; the exit code."""
     require("transformers", extra="hf", what="plan --model")
     if options.plot is not None and find_spec("matplotlib") is None:
         raise UsageError("--plot: expected matplotlib to be installed: pip install 'shardengine[plot]'")
@@ -52,13 +59,46 @@ def run(options: argparse.Namespace) -> int:
     )  # fmt: skip
     if Path(options.model).name != "config.json":
         check_model(options.model)
+    model = lambda: _model(options.model, options.lora)  # noqa: E731
+    if options.choose or options.write is not None:
+        return _choose(options, hardware, model)
     config = read_config(Path(options.config), hardware.ranks, micro_batch=options.micro_batch)
     logging.getLogger("shardengine").setLevel(logging.ERROR)  # of a run that is none
-    found = plan(lambda: _model(options.model, options.lora), config, hardware, length=options.length)
+    found = plan(model, config, hardware, length=options.length)
     if options.plot is not None:
         draw(found, Path(options.plot), options.model)
     print(json.dumps(found.as_dict(), indent=2) if options.json else text_of(found))
     return 0 if found.fits else 1
+
+
+def _choose(options: argparse.Namespace, hardware: Hardware, model: Callable[[], Any]) -> int:
+    """Print what fits and write the best of it; the exit code."""
+    if options.micro_batch is not None:
+        raise UsageError(
+            f"--micro-batch {options.micro_batch} with --choose: expected one of the two, because --choose tries "
+            "micro-batches itself; train_batch_size in the config says how many samples a step has"
+        )
+    target = None if options.write is None else Path(options.write)
+    if target is not None and (target.is_dir() or not target.absolute().parent.is_dir()):
+        raise UsageError(f"--write {target}: expected a file in a directory that is there")
+    base = read_base(Path(options.config))
+    logging.getLogger("shardengine").setLevel(logging.ERROR)
+    told = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
+    found = choose(model, base, hardware, length=options.length, told=told)
+    if options.plot is not None and found.plan is not None:
+        draw(found.plan, Path(options.plot), options.model)
+    if target is not None and found.config is not None:
+        target.write_text(json.dumps(found.config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    print(json.dumps(found.as_dict(), indent=2) if options.json else text_of_choice(found))
+    return 0 if found.rows else 1
+
+
+def text_of_choice(found: Choice) -> str:
+    """For people: the best that fit and the plan of the first, or what would be needed."""
+    tried = f"({found.tried} plans in {found.seconds:.1f} s)"
+    if found.plan is None:
+        return "\n".join([*found.needed, tried])
+    return "\n".join([table_of(found), tried, "", f"1: {found.rows[0].candidate}", text_of(found.plan)])
 
 
 def _model(place: str, lora: str | None) -> Any:
@@ -114,7 +154,13 @@ def text_of(found: Plan) -> str:
 
 
 def _count(number: int) -> str:
-    return f"{number / 1e9:.2f} billion" if number >= 1e7 else f"{number:,}"
+    return (
+        f"{number / 1e9:.2f} billion"
+        if number >= 1e9
+        else f"{number / 1e6:.1f} million"
+        if number >= 1e7
+        else f"{number:,}"
+    )
 
 
 class RunPlan:
@@ -196,20 +242,37 @@ def _show_seconds(seconds: float) -> str:
 
 
 def draw(found: Plan, path: Path, title: str) -> None:
-    """What is alive on the device over the events of a step, by kind; the phases below."""
+    """What is alive on the device over initialize and a step, by kind; the phases, and the block with the peak."""
     from matplotlib.figure import Figure
 
-    kinds = list(dict.fromkeys(kind for moment in found.timeline for kind in moment.alive))
+    moments = found.timeline
+    kinds = list(dict.fromkeys(kind for moment in moments for kind in moment.alive))
     figure = Figure(figsize=(9, 4), layout="constrained")
     axes = figure.subplots()
-    places = range(len(found.timeline))
-    rows = [[moment.alive.get(kind, 0) / 1e9 for moment in found.timeline] for kind in kinds]
+    places = _places(moments)
+    rows = [[moment.alive.get(kind, 0) / 1e9 for moment in moments] for kind in kinds]
     axes.stackplot(places, rows, labels=kinds)
-    begins = [0, *(i for i in places if i and found.timeline[i].phase != found.timeline[i - 1].phase)]
-    for place in begins:
-        axes.axvline(place, color="black", linewidth=0.4)
-        axes.text(place, axes.get_ylim()[1], f" {found.timeline[place].phase}", fontsize=6, va="top")
+    begins = [0, *(i for i in range(1, len(moments)) if moments[i].phase != moments[i - 1].phase)]
+    for index in begins:
+        axes.axvline(places[index], color="black", linewidth=0.4)
+        axes.text(places[index], axes.get_ylim()[1], f" {moments[index].phase} ", fontsize=6, va="top", rotation=90)
+    most = max(range(len(moments)), key=lambda index: moments[index].bytes)
+    where = f"{moments[most].phase} {moments[most].unit}".strip()
+    axes.plot(places[most], moments[most].bytes / 1e9, "kv", markersize=5)
+    axes.annotate(f"{show_bytes(moments[most].bytes)}: {where}", (places[most], moments[most].bytes / 1e9), fontsize=7)
     axes.axhline(found.hardware.usable_bytes / 1e9, color="red", linewidth=0.8)
-    axes.set(xlabel="phases and blocks of the model, in order", ylabel="GB on the device", title=title)
-    axes.legend(fontsize=7)
+    axes.set(xlabel="blocks of the model, in the order of a step", ylabel="GB on the device", title=title)
+    axes.set_xticks([])
+    axes.legend(fontsize=7, loc="upper right")
     figure.savefig(path, dpi=120)
+
+
+def _places(moments: Sequence[Moment]) -> list[int]:
+    """Of each its place on an axis: blocks that are no moments, since they lie between others, have theirs."""
+    found = [0]
+    for before, after in pairwise(moments):
+        numbers = [each.unit.rpartition(".")[2].rpartition(" ")[2] for each in (before, after)]
+        first, last = (int(number) if number.isdecimal() else None for number in numbers)
+        far = 1 if first is None or last is None else max(1, abs(last - first))
+        found.append(found[-1] + far)
+    return found

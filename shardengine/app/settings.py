@@ -13,9 +13,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from shardengine.app import jsonl
-from shardengine.config import TRIPLE, Config, OptimizerConfig, Source, fitting_ranks, load_config
+from shardengine.config import TRIPLE, Config, OptimizerConfig, Source, fitting_ranks, load_config, plain, read_tree
 from shardengine.errors import UsageError
 from shardengine.optim import lr_schedules
 
@@ -90,6 +91,13 @@ def read_config(path: Path, ranks: int, seed: int | None = None, *, micro_batch:
         config = dataclasses.replace(config, train_micro_batch_size_per_gpu=micro_batch, train_batch_size=None)
     config = _complete(config.resolve_batch(ranks))
     return config if seed is None else dataclasses.replace(config, seed=seed)
+
+
+def read_base(path: Path) -> dict[str, Any]:
+    """What the file says, checked, of which other configs are made: with a run's optimizer where it names none."""
+    load_config(path, auto={"zero_optimization.stage": 0})
+    tree = read_tree(path)
+    return tree if tree.get("optimizer") else {**tree, "optimizer": plain(dataclasses.asdict(_DEFAULT_OPTIMIZER))}
 
 
 def keep_batch(config: Config, ranks: int) -> Config:

@@ -24,11 +24,13 @@ from shardengine.config import load_config, read_tree
 from shardengine.errors import ConfigError, UsageError
 from shardengine.planner import batches
 from shardengine.planner.hardware import Hardware, show_bytes
-from shardengine.planner.memory_plan import Plan, Task, hardware_of, made
+from shardengine.planner.memory_plan import Plan, Task, hardware_of, made, options_of
 from shardengine.planner.no_values import without_values
 from shardengine.planner.rates import Rates
 
 SHOWN = 10
+_CHECKED = 3
+"""Of the best so many are checked; where none fits after all, it is for a reason that all have (the host's memory)."""
 _LARGEST = 64
 """Samples of a micro-batch, where the config has no batch of its own that says less."""
 _ENOUGH = 4
@@ -69,8 +71,8 @@ class Candidate:
         found["zero_optimization"] = zero
         if self.again:
             found["activation_checkpointing"] = {**(found.get("activation_checkpointing") or {}), "enabled": True}
-        else:
-            found.pop("activation_checkpointing", None)
+        elif "activation_checkpointing" in found:
+            found["activation_checkpointing"] = {**(found["activation_checkpointing"] or {}), "enabled": False}
         whole = global_batch(base, ranks)
         found.pop("gradient_accumulation_steps", None)
         found |= {"train_micro_batch_size_per_gpu": self.samples}
@@ -98,11 +100,7 @@ class Choice:
     config: Mapping[str, Any] | None
     tried: int
     seconds: float
-
-    @property
-    def plan(self) -> Plan | None:
-        """Of the first row."""
-        return self.rows[0].plan if self.rows else None
+    plan: Plan | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -135,19 +133,23 @@ def choose(
     for ``plan``. Where nothing fits, ``Choice.needed`` says what would.
     """
     began = time.perf_counter()
-    where = hardware_of(hardware, "choose")
+    where, options = hardware_of(hardware, "choose"), options_of(options, "choose")
+    if not isinstance(config, (str, Path, Mapping)):
+        raise UsageError(f"choose: expected config to be a mapping, or a file of one, got {type(config).__name__}")
     base = read_tree(Path(config)) if isinstance(config, (str, Path)) else copy.deepcopy(dict(config))
-    options.pop("lr_scheduler", None)
     with without_values():
         whole = made(model)
         given = None if batch is None else batches.on_host(batch)
         one = given or batches.example(whole, 1, length)
     search = _Search(whole, base, where, one, loss, rates or Rates.given(where), options, told)
-    rows = search.rows()
-    checked = search.checked(rows)
-    needed = [] if checked else search.needed()
-    found = checked[0].candidate.config(base, where.ranks) if checked else None
-    return Choice(where, checked, needed, found, search.tried, time.perf_counter() - began)
+    rows, whole_plan = search.checked(search.rows())
+    needed = [] if rows else search.needed()
+    found = rows[0].candidate.config(base, where.ranks) if rows else None
+    return Choice(where, rows, needed, found, search.tried, time.perf_counter() - began, whole_plan)
+
+
+_Change = tuple[str, Hardware, dict[str, Any]]
+"""What is other, in words · the hardware · "batch" or "config" in the place of the asked one."""
 
 
 class _Search:
@@ -166,7 +168,7 @@ class _Search:
     def rows(self) -> list[Row]:
         """Of all that fit, best first."""
         found: list[Row] = []
-        for place in _PLACES:
+        for place in _PLACES if self._where.is_gpu else (_GPU,):
             if place != _GPU and any(row.candidate.samples >= min(_ENOUGH, self._most) for row in found):
                 break
             for again in (False, True):
@@ -175,10 +177,9 @@ class _Search:
         return sorted(found, key=lambda row: -row.samples_per_s)
 
     def _kinds(self, place: str, again: bool) -> Iterator[Candidate]:
-        stages = {_GPU: (0, 1, 2, 3), _STATES: (1, 2, 3), _ALL: (3,)}[place]
-        if global_batch(self._base, self._where.ranks) is None:  # stage 2 sends the same and keeps less
-            stages = tuple(stage for stage in stages if stage != 1)
-        for stage in stages if self._where.ranks > 1 else stages[:1]:
+        steps = global_batch(self._base, self._where.ranks) is not None  # else stage 2 sends what stage 1 does
+        numbers = {_GPU: (0, 1, 2, 3) if steps else (0, 2, 3), _STATES: (1, 2, 3) if steps else (2, 3), _ALL: (3,)}
+        for stage in numbers[place] if self._where.ranks > 1 else numbers[place][:1]:
             yield Candidate(stage, place, again)
         node = self._where.node_ranks or self._where.ranks
         if place == _GPU and 1 < node < self._where.ranks:
@@ -198,7 +199,7 @@ class _Search:
         return [size for size in range(1, of_rank + 1) if of_rank % size == 0]
 
     def _largest(self, kind: Candidate) -> list[Row]:
-        """With its largest micro-batch, and with the next smaller one."""
+        """With the smallest two micro-batches, and with the largest that fits."""
         one = self._quick(kind)
         if one is None or not one.fits:
             return []
@@ -239,48 +240,51 @@ class _Search:
             self._problems.append(str(error))
             return None
 
-    def checked(self, rows: Sequence[Row]) -> list[Row]:
-        """The best of them, the first planned with all that ``plan`` checks. ``UsageError`` where no candidate could be
-        planned at all."""
+    def checked(self, rows: Sequence[Row]) -> tuple[Sequence[Row], Plan | None]:
+        """The best of them, and the first one's plan with all that ``plan`` checks. ``UsageError`` where no candidate
+        could be planned at all."""
         if not any(self._known.values()):
             raise UsageError(f"choose: no config can be planned: {self._problems[0]}")
-        left = list(rows)
-        while left:
-            self._told(f"check: {left[0].candidate}, micro-batches of {left[0].candidate.samples}")
-            whole = self._plan(left[0].candidate, self._where, quick=False)
+        for place, row in enumerate(rows[:_CHECKED]):
+            self._told(f"check: {row.candidate}, micro-batches of {row.candidate.samples}")
+            whole = self._known[row.candidate] = self._plan(row.candidate, self._where, quick=False)
             if whole is not None and whole.fits:
-                best = self._row(left[0].candidate, whole)
-                return sorted([best, *left[1:SHOWN]], key=lambda row: (row is not best, -row.samples_per_s))
-            left = left[1:]
-        return []
+                return rows[place : place + SHOWN], whole
+        return [], None
 
     def needed(self) -> list[str]:
-        """The smallest changes with which the candidate fits that lacks least."""
+        """The smallest change of each kind with which the candidate fits that lacks least."""
         known = [(candidate, plan) for candidate, plan in self._known.items() if plan is not None]
         closest, plan = min(known, key=lambda each: max(_lacks(tier) for tier in each[1].tiers))
         told = [f"nothing fits; the closest is {closest} with micro-batches of {closest.samples}: "
                 + "; ".join(plan.sentences())]  # fmt: skip
-        for what, where, changed in self._changes():
-            found = self._plan(closest, where, quick=True, **changed)
-            if found is not None and found.fits:
-                told.append(f"it would fit with {what}: {'; '.join(found.sentences())}")
+        for kind in (self._more_ranks(), self._shorter(), self._smaller_states()):
+            for what, where, changed in kind:
+                self._told(f"would it fit with {what}?")
+                found = self._plan(closest, where, quick=False, **changed)
+                if found is not None and found.fits:
+                    told.append(f"it would fit with {what}: {'; '.join(found.sentences())}")
+                    break
         return told
 
-    def _changes(self) -> Iterator[tuple[str, Hardware, dict[str, Any]]]:
-        where, node = self._where, self._where.node_ranks
+    def _more_ranks(self) -> Iterator[_Change]:
+        where = self._where
         for times in (2, 4, 8, 16):
-            more = replace(where, ranks=times * where.ranks, node_ranks=node or where.ranks)
+            more = replace(where, ranks=times * where.ranks, node_ranks=where.node_ranks or where.ranks)
             yield f"{more.ranks} ranks", more, {}
+
+    def _shorter(self) -> Iterator[_Change]:
         half = batches.shorter(self._batch)
         for parts in (2, 4, 8):
             if half is None:
                 break
-            yield f"sequences of 1/{parts} of the length", where, {"batch": half}
+            yield f"sequences of 1/{parts} of the length", self._where, {"batch": half}
             half = batches.shorter(half)
-        name = str((self._base.get("optimizer") or {}).get("type", ""))
-        if name in ("Adam", "AdamW"):
+
+    def _smaller_states(self) -> Iterator[_Change]:
+        if (self._base.get("optimizer") or {}).get("type") in ("Adam", "AdamW"):
             eight = {"data_types": {**(self._base.get("data_types") or {}), "optimizer_state_dtype": "8bit"}}
-            yield "states of 8 bits (data_types.optimizer_state_dtype)", where, {"config": eight}
+            yield "states of 8 bits (data_types.optimizer_state_dtype)", self._where, {"config": eight}
 
 
 def _limit(one: Any, two: Any, second: int) -> float:
@@ -291,7 +295,8 @@ def _limit(one: Any, two: Any, second: int) -> float:
 
 
 def _lacks(tier: Any) -> float:
-    return 0.0 if tier.has is None else max(0.0, tier.peak - tier.has) / max(1, tier.has)
+    need = max(tier.peak, tier.initialize)
+    return 0.0 if tier.has is None else max(0.0, need - tier.has) / max(1, tier.has)
 
 
 def global_batch(config: Mapping[str, Any], ranks: int) -> int | None:
@@ -301,7 +306,7 @@ def global_batch(config: Mapping[str, Any], ranks: int) -> int | None:
     )
     if isinstance(whole, int):
         return whole
-    return micro * steps * ranks if isinstance(micro, int) and isinstance(steps, int) else None
+    return micro * (steps if isinstance(steps, int) else 1) * ranks if isinstance(micro, int) else None
 
 
 def table_of(found: Choice) -> str:
@@ -310,7 +315,7 @@ def table_of(found: Choice) -> str:
             "step", "samples/s"]  # fmt: skip
     rows = [head]
     for place, row in enumerate(found.rows, 1):
-        tiers = {tier.name: show_bytes(max(tier.peak, tier.initialize)) for tier in row.plan.tiers}
+        tiers = {tier.name: show_bytes(tier.peak) for tier in row.plan.tiers}
         assert row.plan.time is not None
         needs = [tiers.get(name, "") for name in head[3:-2]]
         rows.append([str(place), str(row.candidate), str(row.candidate.samples), *needs,

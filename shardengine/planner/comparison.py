@@ -75,7 +75,7 @@ def plan_amid(
     """
     log = logging.getLogger("shardengine")
     level, modes = log.level, [(module, module.training) for module in model.modules()]
-    config = replace(_of_two(config, where.ranks), notices=(), monitor=MonitorConfig())
+    config = replace(config.resolve_batch(where.ranks), notices=(), monitor=MonitorConfig())
     found: Plan | str
     try:
         log.setLevel(logging.CRITICAL)
@@ -85,6 +85,8 @@ def plan_amid(
             found = plan(
                 model, config, where, batch=batch(), loss=_in_time(loss, _PATIENCE * config.timeout_s), **options
             )
+    except _TooLong as error:
+        found = str(error)
     except UsageError as error:
         found = str(error).removeprefix("plan: ").partition(": expected")[0][:_LONGEST_REASON]
     except Exception as error:
@@ -98,20 +100,17 @@ def plan_amid(
     return found
 
 
-def _of_two(config: Config, ranks: int) -> Config:
-    """With two micro-batches a step where there are more: each later one finds what the second has found."""
-    config = config.resolve_batch(ranks)
-    micro, steps = config.train_micro_batch_size_per_gpu or 1, min(2, config.gradient_accumulation_steps or 1)
-    return replace(config, gradient_accumulation_steps=steps, train_batch_size=micro * steps * ranks)
+class _TooLong(BaseException):
+    """Nobody between here and ``plan_amid`` takes this for something that is wrong with a model."""
 
 
 def _in_time(loss: Callable[[Any], Tensor], seconds: float) -> Callable[[Any], Tensor]:
-    """``loss``, and ``UsageError`` when so many seconds are over."""
+    """``loss``, and ``_TooLong`` when so many seconds are over."""
     end = time.monotonic() + seconds
 
     def asked(returned: Any) -> Tensor:
         if time.monotonic() > end:
-            raise UsageError(f"plan: it takes more than {seconds:g} s: expected a smaller model, or a plan made before")
+            raise _TooLong(f"it takes more than {seconds:g} s")
         return loss(returned)
 
     return asked

@@ -26,7 +26,9 @@ DTYPES: Mapping[torch.dtype, str] = {
 _NO_WORK = re.compile(
     r"empty|unsafe_view|^(detach|alias|lift_fresh|resize|set_|record_stream|is_same_size|_local_scalar_dense|_version|item)"
 )
-_MATRICES = re.compile(r"mm(_|$)|mv(_|$)|conv|attention|rnn|lstm|gru|linear|einsum|cdist|linalg|cholesky|fft|(^|_)dot$")
+_MATRICES = re.compile(
+    r"mm(_|$)|mv(_|$)|conv|attention|rnn|lstm|gru|(^|_)linear($|_)|einsum|cdist|linalg|cholesky|fft|(^|_)dot$"
+)
 """Of operations whose arithmetic is more than one pass over their tensors."""
 _ROWS = frozenset({"embedding", "index", "index_select", "gather", "take", "slice_backward", "select_backward"})
 """Of what these are given they touch no more than what they return."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from shardengine.errors import UsageError
 from shardengine.planner.dry_engine import BACKWARD, FORWARD, INITIALIZE, STEP, DryRun
 from shardengine.planner.layers import TOLERANCE, Layers, carried_on, line
 from shardengine.planner.ledger import Moment, highest
@@ -25,7 +24,7 @@ def deep_run(layers: Layers, run: Callable[[int], DryRun], begin: Callable[[], D
         return None
     try:
         first, second, third = (run(depth) for depth in depths)
-    except UsageError:
+    except Exception:  # a model that counts its layers itself; what is wrong with all of them is told by the whole one
         return None
     if not _on_a_line(_carried((first, second), depths[:2], layers, depths[2]), third, layers, depths):
         return None
@@ -48,7 +47,10 @@ def quick_run(layers: Layers, run: Callable[[int], DryRun]) -> DryRun | None:
     depths = layers.depths()
     if depths is None:
         return None
-    first, second = run(depths[0]), run(depths[1])
+    try:
+        first, second = run(depths[0]), run(depths[1])
+    except Exception:  # as in ``deep_run``
+        return None
     found = _carried((first, second), depths[:2], layers, layers.count)
     seconds = first.seconds + second.seconds
     return replace(

@@ -346,9 +346,10 @@ def _told() -> Iterator[None]:
     except (RuntimeError, NotImplementedError) as error:
         if isinstance(error, ShardEngineError):
             raise
+        told = next(iter(str(error).strip().splitlines()), "without a word")
         raise UsageError(
             f"plan: the model does not run on tensors without values ({type(error).__name__}: "
-            f"{str(error).strip().splitlines()[0]}): expected code that trains on a CPU and reads no values, and of "
+            f"{told}): expected code that trains on a CPU and reads no values, and of "
             "operations of your own which shapes they give (torch.library.register_fake)"
         ) from error
 

@@ -17,7 +17,7 @@ LATENCY_S = 10e-6
 RESERVED = 1 << 30
 """Bytes of a GPU that no tensor gets: CUDA's context, NCCL's and cuBLAS' buffers. Declared, not measured."""
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?I?)B?", re.IGNORECASE)
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]I?)?(B?)", re.IGNORECASE)
 _LINK = re.compile(r"(.+?)/s(?:\s*@\s*([0-9]+(?:\.[0-9]+)?)\s*(us|µs|ms|s))?", re.IGNORECASE)
 _SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 _GPUS = re.compile(r"(?:([0-9]+)\s*[x×*])?\s*(.+)", re.IGNORECASE)
@@ -67,6 +67,11 @@ class Hardware:
                 f"hardware: expected one rank or more, in whole nodes, got {self.ranks} ranks and "
                 f"{self.node_ranks} in a node"
             )
+        if self.usable_bytes <= 0:
+            raise UsageError(
+                f"hardware: expected devices of more than the {show_bytes(self.reserved_bytes)} that are left to CUDA and "
+                f"NCCL, got {show_bytes(self.device_bytes)}"
+            )
 
     @classmethod
     def parse(
@@ -82,6 +87,8 @@ class Hardware:
 
         speeds: link, node_link: "50GB/s@10us" · tflops: "312", of bf16 and fp16, or "312,fp32=19.5" · memory: "2TB/s".
         """
+        if unknown := sorted(speeds.keys() - {"link", "node_link", "tflops", "memory"}):
+            raise TypeError(f"Hardware.parse takes link, node_link, tflops and memory, not {', '.join(unknown)}")
         match = _GPUS.fullmatch(gpus.strip())
         if match is None:
             raise UsageError(f"gpus: expected a number and a size, as 4x24GB, got {gpus!r}")
@@ -143,9 +150,11 @@ def _parse_flops(text: str | None) -> dict[str, float]:
 def parse_bytes(text: str, what: str) -> int:
     """Of "24GB", "80 GiB", "1.5TB"; ``UsageError``, which names ``what``, for anything else."""
     match = _SIZE.fullmatch(text.strip())
-    if match is None or not float(match[1]):
+    if match is None or not float(match[1]) or not (match[2] or match[3]):
         raise UsageError(f"{what}: expected a size, as 24GB or 80GiB, got {text!r}")
-    return round(float(match[1]) * _UNITS[match[2].upper()])
+    if match[3] == "b" and (match[2] or "").isupper():
+        raise UsageError(f"{what}: expected bytes, as 25GB, got {text!r}, which are bits: 8 of them are a byte")
+    return round(float(match[1]) * _UNITS[(match[2] or "").upper()])
 
 
 def show_bytes(count: float) -> str:

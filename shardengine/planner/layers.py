@@ -79,8 +79,8 @@ def layers_of(model: nn.Module) -> Layers | None:
 
 
 def _signatures(blocks: Sequence[nn.Module]) -> list[Any]:
-    """Equal for layers that compute alike: classes, shapes and what of their attributes is a word, a number or a flag;
-    numbers that are the layers' own places are none."""
+    """Equal for layers that compute alike: classes, tensors, what of these is trained, and what of their attributes is
+    a word, a number or a flag; numbers that are the layers' own places are none."""
     plain = [list(_attributes(block)) for block in blocks]
     away: set[tuple[str, str]] = set()  # which are another's than its place
     for place, told in enumerate(plain):
@@ -92,17 +92,22 @@ def _signatures(blocks: Sequence[nn.Module]) -> list[Any]:
 
 
 def _parts(block: nn.Module) -> tuple[Any, ...]:
-    return tuple(
-        (name, type(module), tuple((key, each.shape, each.dtype) for key, each in module.named_parameters("", False)))
-        for name, module in block.named_modules()
-    )
+    def tensors(module: nn.Module) -> tuple[Any, ...]:
+        own = (*module.named_parameters("", False), *module.named_buffers("", False))
+        return tuple((key, each.shape, each.dtype, each.requires_grad) for key, each in own)
+
+    return tuple((name, type(module), tensors(module)) for name, module in block.named_modules())
 
 
-def _attributes(block: nn.Module) -> Iterator[tuple[str, str, bool | int | str]]:
+def _attributes(block: nn.Module) -> Iterator[tuple[str, str, Any]]:
     for name, module in block.named_modules():
         for key, value in vars(module).items():
-            if isinstance(value, (bool, int, str)):
+            if isinstance(value, (bool, int, float, str)) or (isinstance(value, tuple) and _is_plain(value)):
                 yield name, key, value
+
+
+def _is_plain(values: tuple[Any, ...]) -> bool:
+    return all(isinstance(each, (bool, int, float, str)) for each in values)
 
 
 def _longest_run(signatures: Sequence[Any]) -> tuple[int, int, int]:
@@ -204,7 +209,7 @@ def carried_on(
     first, second = (_places(each, layers, of) for each, of in zip(runs, at, strict=True))
     found = []
     for place, late in second.items():
-        early = first.get(place, Moment(late.phase, {}, late.unit))
+        early = first.get(place, late)
         kinds = dict.fromkeys([*late.alive, *early.alive])
         alive = {
             kind: max(0, round(line(at, (early.alive.get(kind, 0), late.alive.get(kind, 0)), depth))) for kind in kinds

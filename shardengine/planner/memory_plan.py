@@ -5,7 +5,7 @@ Owns: the result, what of it is said. Must not know: how bytes are counted (dry_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from shardengine.errors import UsageError
 from shardengine.planner import batches
 from shardengine.planner.deep_model import deep_run, quick_run
 from shardengine.planner.dry_engine import (
+    BACKWARD,
     FORWARD,
     INITIALIZE,
     STATES,
@@ -31,10 +32,11 @@ from shardengine.planner.dry_engine import (
 )
 from shardengine.planner.hardware import Hardware, show_bytes
 from shardengine.planner.layers import Layers, layers_of, shorter
-from shardengine.planner.ledger import Moment
+from shardengine.planner.ledger import Moment, highest
 from shardengine.planner.no_values import NoValues, without_values, without_weights
 from shardengine.planner.rates import Rates
 from shardengine.planner.replay import Times, carried_times, simulate
+from shardengine.planner.tape import Tape
 
 
 @dataclass(frozen=True)
@@ -150,18 +152,17 @@ def plan(
     ``Hardware`` · batch: a micro-batch, as ``engine(**batch)`` gets it; default zeros for a model of transformers, of
     ``train_micro_batch_size_per_gpu`` samples and ``length`` tokens · loss: of what forward returns · exact: all layers
     run, where else three shorter models may do · rates: how fast the hardware is; default ``Rates.given`` where
-    ``hardware`` says something of its speeds · options: ``initialize``'s (optimizer, …).
+    ``hardware`` says something of its speeds · options: ``optimizer``, as ``initialize`` has it.
 
     The engine runs some steps dry (docs/decisions.md): what the model's own code makes is counted, whatever it is. The
     rank is one in the middle. ``UsageError`` where that code asks for values that only data has.
     """
-    where = hardware_of(hardware, "plan")
+    where, options = hardware_of(hardware, "plan"), options_of(options, "plan")
     resolved = load_config(config).resolve_batch(where.ranks)
     given = None if batch is None else batches.on_host(batch)
     with without_values():
         found = made(model)
         used = given or batches.example(found, resolved.train_micro_batch_size_per_gpu or 1, length)
-    options.pop("lr_scheduler", None)  # it takes no memory, and knows an optimizer that is not the copy
     task = Task(found, used, resolved, where, loss, options)
     return task.plan(task.run_all(exact), rates or (Rates.given(where) if where.has_speeds else None))
 
@@ -174,11 +175,48 @@ def hardware_of(hardware: Any, what: str) -> Hardware:
     return where
 
 
-def _times(run: DryRun, rates: Rates, ranks: int) -> Times:
-    found = simulate(run.tape, rates, ranks)
+def options_of(options: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """Those of ``initialize`` that a plan can take; ``UsageError``, which names ``what``, for others.
+
+    A scheduler takes no memory, and knows an optimizer that is not the copy: it is left out.
+    """
+    unknown = sorted(options.keys() - {"optimizer", "lr_scheduler"})
+    if unknown:
+        raise UsageError(
+            f"{what}: expected of initialize's arguments optimizer alone, got {', '.join(unknown)}: the ranks are "
+            "those of hardware, and what is trained are the parameters that require a gradient"
+        )
+    return {name: value for name, value in options.items() if name == "optimizer"}
+
+
+def _times(run: DryRun, rates: Rates, ranks: int, config: Config) -> Times:
+    """Of a step with as many micro-batches as ``config`` says, of which two ran."""
+    more = max(0, (config.gradient_accumulation_steps or 1) - _RUN)
+
+    def of(tape: Tape) -> Times:
+        found = simulate(tape, rates, ranks)
+        return found.with_more(simulate(tape.first_micro_batch(), rates, ranks), more) if more else found
+
+    found = of(run.tape)
     if run.tape_before is None:
         return found
-    return carried_times((simulate(run.tape_before, rates, ranks), found), run.depths[-2:], run.layers)
+    return carried_times((of(run.tape_before), found), run.depths[-2:], run.layers)
+
+
+_RUN = 2
+"""Micro-batches of a step that run dry, where there are more. Each later one finds in memory what the second has found,
+and lasts as long as the first."""
+
+
+def _batch_of(config: Config, steps: int | None = None) -> dict[str, Any]:
+    """Its three batch sizes; with other micro-batches a step."""
+    micro, whole, now = (
+        config.train_micro_batch_size_per_gpu, config.train_batch_size, config.gradient_accumulation_steps
+    )  # fmt: skip
+    if steps is not None and whole is not None and now:
+        whole = whole // now * steps
+    return {"train_micro_batch_size_per_gpu": micro, "train_batch_size": whole,
+            "gradient_accumulation_steps": now if steps is None else steps}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -201,8 +239,9 @@ class Task:
 
     def plan(self, run: DryRun, rates: Rates | None) -> Plan:
         """What ``run`` says, of time only where there are ``rates``."""
-        time = None if rates is None else _times(run, rates, self.where.ranks)
-        return replace(_plan_of(run, self.where, self.place.rank, self.batch), time=time)
+        time = None if rates is None else _times(run, rates, self.where.ranks, self.config)
+        found = _plan_of(run, self.where, self.place.rank, self.batch)
+        return replace(found, time=time, config=replace(found.config, **_batch_of(self.config)))
 
     def run_all(self, exact: bool) -> DryRun:
         """By shorter models where they say the same; an optimizer that exists knows all layers' parameters."""
@@ -231,7 +270,8 @@ class Task:
             assert isinstance(copied, nn.Module)
             return copied
 
-        return dry_run(make, lambda: self.batch, self.config, self.place, self.loss, options, steps)
+        config = replace(self.config, **_batch_of(self.config, min(_RUN, self.config.gradient_accumulation_steps or 1)))
+        return dry_run(make, lambda: self.batch, config, self.place, self.loss, options, steps)
 
 
 def made(model: Any) -> nn.Module:
@@ -249,21 +289,30 @@ def made(model: Any) -> nn.Module:
 def _plan_of(run: DryRun, where: Hardware, rank: int, batch: Mapping[str, Any]) -> Plan:
     shapes = next((tuple(each.shape) for each in batch.values() if isinstance(each, Tensor)), ())
     name = "GPU" if where.is_gpu else "memory"
-    peak, host = run.peak, run.host_peak
+    peak, host = run.peak, highest(run.host, (FORWARD, BACKWARD, STEP))
     device = Tier(
         name, peak.bytes, dict(bytes_by_kind(peak)), peak.phase, dict(bytes_by_kind(run.at_rest)),
         run.peak_in(INITIALIZE).bytes, where.usable_bytes,
     )  # fmt: skip
     on_host = Tier(
-        "host", host.bytes, dict(bytes_by_kind(host)), host.phase, dict(bytes_by_kind(run.host_at_rest)), 0,
-        where.per_rank(where.host_bytes),
+        "host", host.bytes, dict(bytes_by_kind(host)), host.phase, dict(bytes_by_kind(run.host_at_rest)),
+        highest(run.host, (INITIALIZE,)).bytes, where.per_rank(where.host_bytes),
     )  # fmt: skip
     kept = round(run.memory["measured_disk_bytes"])
     on_disk = Tier("disk", kept, {STATES: kept}, STEP, {STATES: kept}, kept, where.per_rank(where.disk_bytes))
     return Plan(
         where, run.config, rank, run.parameters, shapes, device, on_host if where.is_gpu and run.host else None,
-        on_disk if kept else None, run.device, run.seconds, depths=run.depths,
+        on_disk if kept else None, _of_one_step(run.device), run.seconds, depths=run.depths,
     )  # fmt: skip
+
+
+def _of_one_step(moments: Iterable[Moment]) -> list[Moment]:
+    """Of each phase and block the moment with most, in order."""
+    found: dict[tuple[str, str], Moment] = {}
+    for each in moments:
+        if each.bytes >= (found[each.phase, each.unit].bytes if (each.phase, each.unit) in found else 0):
+            found[each.phase, each.unit] = each
+    return list(found.values())
 
 
 def summary_of(found: Plan) -> str:

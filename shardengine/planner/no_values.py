@@ -12,7 +12,6 @@ elements of a mask are set, torch refuses, and the model cannot be planned: ``Us
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
@@ -142,9 +141,7 @@ class KeptOnGpu(TorchFunctionMode):
         """One call."""
         kwargs = dict(kwargs or {})
         if func in (torch.dropout, nn.functional.dropout):
-            given = inspect.signature(nn.functional.dropout).bind(*args, **kwargs)
-            given.apply_defaults()
-            values, chance, training, _ = given.args
+            values, chance, training = (_of_torch if func is torch.dropout else _of_functional)(*args, **kwargs)
             if training and 0 < chance < 1:
                 return torch.native_dropout(values, chance, True)[0]
         elif func is nn.functional.scaled_dot_product_attention:
@@ -161,6 +158,18 @@ class KeptOnGpu(TorchFunctionMode):
                 return run(*args, **kwargs)
 
         return patch.object(torch.autograd, "_engine_run_backward", with_mode)
+
+
+def _of_torch(input: Tensor, p: float, train: bool) -> tuple[Tensor, float, bool]:
+    """The arguments of ``torch.dropout``, by its names."""
+    return input, p, train
+
+
+def _of_functional(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> tuple[Tensor, float, bool]:
+    """Those of ``nn.functional.dropout``."""
+    return input, p, training
 
 
 _DROPOUT_P = 4
@@ -202,7 +211,3 @@ def without_weights(model: nn.Module, mode: NoValues, *others: Any, instead: Map
                 memo.setdefault(id(buffer), mode.empty(buffer))
     copies = [copy.deepcopy(each, memo) for each in (model, *others)]
     return copies if others else copies[0]
-
-
-Make = Callable[[], nn.Module]
-"""Makes a model, inside of ``without_values``."""

@@ -39,6 +39,8 @@ HIDDEN_BY_CPU = 0.125
 COMPUTE, HOST_STEP, TO_HOST, TO_DEVICE, DISK, BESIDE, PYTHON = (
     "compute", "host step", "copies to host", "copies to device", "disk", "other streams", "Python"
 )  # fmt: skip
+FLOPS_IN = "FLOP/s in"
+"""Begins the name of what nobody has said of a dtype."""
 NODE, NETWORK, CONTROL = "links in a node", "links between nodes", "control"
 
 
@@ -87,7 +89,8 @@ class Rates:
         known = {name: hardware.flops.get(name, A_GPU[name]) for name in names}
         one_node = hardware.node_ranks in (None, hardware.ranks)
         asked = {
-            "FLOP/s": bool(hardware.flops), "memory": bool(hardware.memory_speed),
+            **{f"{FLOPS_IN} {name}": name in hardware.flops for name in names}, "memory": bool(hardware.memory_speed),
+            TO_HOST: False, TO_DEVICE: False, HOST_STEP: False,
             "links in a node": hardware.node_link is not None or (one_node and hardware.link is not None),
             "links between nodes": one_node or hardware.link is not None, "disk": bool(hardware.disk_speed),
         }  # fmt: skip

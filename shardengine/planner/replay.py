@@ -29,8 +29,11 @@ from shardengine.planner.rates import (
     COMPUTE,
     CONTROL,
     DISK,
+    FLOPS_IN,
     HIDDEN_BY_CPU,
     HOST_STEP,
+    NETWORK,
+    NODE,
     PYTHON,
     TO_DEVICE,
     TO_HOST,
@@ -80,6 +83,18 @@ class Times:
         """Of that name; zeros where it never goes on."""
         return next((part for part in self.parts if part.name == name), Part(name, 0.0, 0.0, 0.0))
 
+    def with_more(self, one: Times, count: int) -> Times:
+        """Of a step with ``count`` further micro-batches, each as ``one``. The timeline stays."""
+
+        def longer(part: Part) -> Part:
+            more = one.part(part.name)
+            return Part(part.name, *(had + count * each for had, each in zip(part[1:], more[1:], strict=True)))
+
+        parts = [longer(each) for each in self.parts]
+        phases = {name: seconds + count * one.phases.get(name, 0.0) for name, seconds in self.phases.items()}
+        unknown = {name: number + count * one.unknown.get(name, 0) for name, number in self.unknown.items()}
+        return replace(self, seconds=self.seconds + count * one.seconds, parts=parts, phases=phases, unknown=unknown)
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON, without the timeline."""
         return {
@@ -103,7 +118,7 @@ def simulate(tape: Tape, rates: Rates, ranks: int = 1) -> Times:
 
 def carried_times(known: Sequence[Times], depths: Sequence[int], layers: int) -> Times:
     """Of a model with all ``layers``, by those of two with fewer (layers: [Note: Fewer layers]): a step grows by the
-    same time with each. The timeline is the deeper one's, ``unknown`` too."""
+    same time with each. The timeline is the deeper one's."""
     early, late = known
     more = (layers - depths[1]) / (depths[1] - depths[0])
 
@@ -117,7 +132,8 @@ def carried_times(known: Sequence[Times], depths: Sequence[int], layers: int) ->
         for part in late.parts
     ]
     phases = {name: line(early.phases.get(name, 0.0), seconds) for name, seconds in late.phases.items()}
-    return replace(late, seconds=line(early.seconds, late.seconds), parts=parts, phases=phases)
+    unknown = {name: round(line(early.unknown.get(name, 0), count)) for name, count in late.unknown.items()}
+    return replace(late, seconds=line(early.seconds, late.seconds), parts=parts, phases=phases, unknown=unknown)
 
 
 class _Run:
@@ -305,7 +321,16 @@ class _Run:
             busy[PYTHON] = self._exposed[PYTHON] = self._python
         parts = [Part(name, busy[name], self._exposed[name], self._limits[name]) for name in self._lanes(busy)]
         phases = {name: seconds for name, seconds in self._phases.items() if name}
-        return Times(end, parts, phases, self._timeline, dict(self._tape.unknown), self._rates.assumed)
+        return Times(end, parts, phases, self._timeline, dict(self._tape.unknown), self._assumed(busy))
+
+    def _assumed(self, busy: Mapping[str, float]) -> list[str]:
+        """What of the rates nobody has said, and this step needs."""
+        parts = {NODE, NETWORK, DISK, TO_HOST, TO_DEVICE, HOST_STEP}
+        of_dtypes = {f"{FLOPS_IN} {dtype}" for dtype in self._tape.flops()}
+        return [
+            name for name in self._rates.assumed
+            if (name not in parts or name in busy) and (not name.startswith(FLOPS_IN) or name in of_dtypes)
+        ]  # fmt: skip
 
     def _lanes(self, busy: Mapping[str, float]) -> Iterator[str]:
         yield COMPUTE

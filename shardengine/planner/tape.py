@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -138,6 +138,14 @@ class Tape:
         for call in self.computed():
             if call.flops:
                 found[call.dtype] += call.flops
+        return found
+
+    def first_micro_batch(self) -> Tape:
+        """What comes before a phase begins again that was the first."""
+        phases = [(place, event.name) for place, event in enumerate(self.events) if isinstance(event, Phase)]
+        again = next((place for place, name in phases[1:] if name == phases[0][1]), len(self.events))
+        found = replace(self, events=self.events[:again], unknown=Counter())
+        found.unknown.update(call.name for call in found.computed() if call.name in self.unknown)
         return found
 
     def begun(self) -> Iterator[Begin]:

@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+import shardengine
+from shardengine import Choice, Hardware
+from shardengine.app import planning
 from shardengine.app.cli import main
 from shardengine.planner import machine
 from tests.app import tiny_chat
@@ -95,6 +98,76 @@ def test_what_is_wrong_is_said(
     model = [] if "--model" in options else ["--model", folder_of(tmp_path, GPT2)]
     assert main(["plan", *model, "--config", config, *options]) == 2
     assert said in capsys.readouterr().err
+
+
+# plan --choose
+
+
+@pytest.fixture
+def choosing(tmp_path: Path) -> list[str]:
+    base = tmp_path / "base.json"
+    base.write_text(json.dumps({"train_batch_size": 2, "bf16": {"enabled": True}, "gradient_clipping": 1.0}))
+    return ["plan", "--model", folder_of(tmp_path, GPT2), "--config", str(base), "--length", "16"]
+
+
+def test_the_fastest_that_fits_is_printed_written_and_trains(
+    tmp_path: Path, choosing: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "best.json"
+    assert main([*choosing, "--gpus", "24GB", "--write", str(target)]) == 0
+    said = capsys.readouterr()
+    table, _, text = said.out.partition("\n\n")
+    head, first = table.splitlines()[:2]
+    assert head.split() == ["config", "micro-batch", "GPU", "host", "step", "samples/s"]
+    assert first.split()[:4] == ["1", "stage", "0", "2"]
+    assert text.startswith("1: stage 0\n") and "1 GPU of 24.0 GB" in text and "GPU: fits, " in text
+    told = [line for line in said.err.splitlines() if "micro-batches of" in line]
+    assert told[0] == "stage 0, micro-batches of 1" and told[-1] == "check: stage 0, micro-batches of 2"
+    assert "stage 0, activations again, micro-batches of 2" in told, "of a model with dropout, too"
+    written = json.loads(target.read_text())
+    assert written["train_batch_size"] == 2 and written["bf16"] == {"enabled": True}
+    assert target.read_text().startswith('{\n  "train_batch_size": 2,')
+
+    assert main([*choosing[:4], str(target), *choosing[5:], "--gpus", "24GB", "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["batch"] == [2, 16] and f"{again['tiers']['GPU']['peak_bytes'] / 1e6:.1f} MB" in first
+
+    transformers = pytest.importorskip("transformers")
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**{k: v for k, v in GPT2.items() if k[0] in "nv"}))
+    engine = shardengine.initialize(model, target)
+    ids = torch.arange(32).view(2, 16)
+    engine.backward(engine(input_ids=ids, labels=ids).loss)
+    engine.step()
+    assert engine.global_steps == 1 and engine.config.gradient_clipping == 1.0
+    engine.close()
+
+
+def test_what_is_needed_is_printed_where_nothing_fits(
+    tmp_path: Path, choosing: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "best.json"
+    command = [*choosing, "--gpus", "1.0738GB", "--length", "2", "--json", "--write", str(target)]
+    assert main(command) == 1 and not target.exists()
+    found = json.loads(capsys.readouterr().out)
+    assert found["config"] is None and found["rows"] == []
+    assert found["needed"][0].startswith("nothing fits; the closest is stage ")
+    shown = planning.text_of_choice(Choice(Hardware.parse("1GB"), [], found["needed"], None, 3, 1.0))
+    assert shown.splitlines() == [*found["needed"], "(3 plans in 1.0 s)"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--choose", "--micro-batch", "2"], "--micro-batch 2 with --choose: expected one of the two"),
+        (["--write", "/not/there/best.json"], "--write /not/there/best.json: expected a file in a directory that is"),
+        (["--write", "."], "--write .: expected a file in a directory that is there"),
+    ],
+)
+def test_what_does_not_go_with_choosing_is_said_at_once(
+    choosing: list[str], options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*choosing, "--gpus", "2x24GB", *options]) == 2
+    assert said in (error := capsys.readouterr().err) and "micro-batches of" not in error
 
 
 # train --dry-run

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from benchmarks.plan_cases import Text, words
-from shardengine import Plan, plan
+from shardengine import Hardware, Plan, plan
+from shardengine.planner import Rates, memory_plan
 from shardengine.planner.layers import Layers, carried_on, layers_of
 from shardengine.planner.ledger import Moment
+from shardengine.planner.memory_plan import Task
 
 DEEP, VOCABULARY, TOKENS = 14, 512, 64
 _LLAMA = {
@@ -153,3 +156,38 @@ def test_a_list_that_is_the_model_itself_has_names_as_torch_gives_them() -> None
     runs = [[Moment("forward", {}, "0"), Moment("forward", {}, f"after {depth - 1}")] for depth in (2, 4)]
     found = carried_on((runs[0], runs[1]), (2, 4), layers, 10)
     assert [each.unit for each in found] == ["0", "after 9"]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_of_many_micro_batches_two_are_run(stage: int) -> None:
+    """Peaks are theirs, and the time grows by what a further one takes."""
+    seen: list[int] = []
+
+    def loss(returned: Any) -> Tensor:
+        seen.append(0)
+        value: Tensor = returned.loss
+        return value
+
+    rates = Rates.given(Hardware(4, 1 << 34))
+    model = Text("LlamaForCausalLM", "LlamaConfig", _LLAMA | {"num_hidden_layers": 2})()
+    plans = {}
+    for steps in (2, 3, 7):
+        config = {
+            "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": steps,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+            "zero_optimization": {"stage": stage, "reduce_bucket_size": 20_000},
+        }  # fmt: skip
+        found = plan(model, config, "4x24GB", batch=words(2, TOKENS, VOCABULARY), loss=loss, rates=rates)
+        assert (found.config.gradient_accumulation_steps, found.config.train_batch_size) == (steps, 8 * steps)
+        assert len(seen) % 2 == 0 and len(seen) <= 8
+        seen.clear()
+        plans[steps] = found
+    assert plans[2].device.peak == plans[3].device.peak == plans[7].device.peak
+    seconds = [each.time.seconds for each in plans.values() if each.time is not None]
+    assert seconds[2] - seconds[1] == pytest.approx(4 * (seconds[1] - seconds[0]))
+    assert 0 < seconds[1] - seconds[0] < seconds[0]
+    task = Task(model, words(2, TOKENS, VOCABULARY), plans[3].config, Hardware(4, 1 << 34), loss, {})
+    with patch.object(memory_plan, "_RUN", 3):
+        whole = task.plan(task.run_all(exact=False), rates)
+    assert whole.device.peak == plans[3].device.peak
+    assert whole.time is not None and whole.time.seconds == pytest.approx(seconds[1], rel=0.02)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import shardengine
 from shardengine import Hardware, Plan, plan
@@ -235,6 +236,19 @@ def test_what_a_gpu_keeps_for_backward() -> None:
     assert saved_bytes(True, lambda x: nn.functional.dropout(x, 0.1, training=False)) == 0
     assert saved_bytes(True, attention) == elements * 4 + 2 * 4 * 64 * 4
     assert saved_bytes(False, attention) > 2 * 4 * 64 * 64 * 4
+
+
+def test_what_a_gpu_computes_again_is_what_it_kept() -> None:
+    """Attention with dropout keeps something else on a CPU, also in the second run, or torch refuses the two."""
+
+    def block(x: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(x, x, nn.functional.dropout(x, 0.1), dropout_p=0.1)
+
+    with without_values(on_gpu=True):
+        x = torch.empty(2, 4, 64, 32, requires_grad=True)
+        y: Any = checkpoint(block, x, use_reentrant=False)
+        y.sum().backward()
+        assert x.grad is not None
 
 
 class Dropping(nn.Module):

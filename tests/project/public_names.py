@@ -34,7 +34,7 @@ USED_IN_PROGRAMS = (
     "shardengine.offload.CPUAdam",
     "shardengine.monitors.Monitor",
 )
-COMMANDS = ("train", "run", "config", "env", "export", "inspect", "import")
+COMMANDS = ("train", "run", "config", "env", "export", "inspect", "import", "plan")
 
 
 def keys_of(schema: dict[str, Any], before: str = "") -> Iterator[str]:

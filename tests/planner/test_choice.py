@@ -1,0 +1,185 @@
+"""``shardengine.choose``: the first row is the fastest that fits, what stays, and what is needed where nothing fits."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardengine import Choice, Hardware, Plan, choose, load_config, plan
+from shardengine.errors import UsageError
+from shardengine.planner import Rates, table_of
+from shardengine.planner.choice import Candidate, global_batch
+from shardengine.planner.hardware import RESERVED
+
+WIDTH = 64
+
+
+class Net(nn.Module):
+    """Two blocks whose activations are larger than what is between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 8 * WIDTH), nn.GELU(), nn.Linear(8 * WIDTH, WIDTH)) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+BASE: dict[str, Any] = {
+    "train_batch_size": 4,
+    "gradient_clipping": 0.5,
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.8, 0.9]}},
+    "zero_optimization": {"stage": 3, "reduce_bucket_size": 100_000, "offload_optimizer": {"device": "cpu"}},
+    "activation_checkpointing": {"enabled": True},
+}
+BATCH = {"x": torch.zeros(1, 32, WIDTH)}
+
+
+def gpus(more_bytes: int, ranks: int = 2, **more: Any) -> Hardware:
+    """Of so many bytes beyond those that are left to CUDA."""
+    return Hardware(ranks, RESERVED + more_bytes, **more)
+
+
+def chosen(where: Hardware, **more: Any) -> Choice:
+    return choose(Net(), more.pop("config", BASE), where, batch=BATCH, **more)
+
+
+def planned(config: Any, where: Hardware) -> Plan:
+    micro = load_config(config).resolve_batch(where.ranks).train_micro_batch_size_per_gpu
+    assert micro is not None
+    batch = {"x": torch.zeros(micro, 32, WIDTH)}
+    return plan(Net(), config, where, batch=batch, rates=Rates.given(where))
+
+
+def speed(found: Plan) -> float:
+    """Samples per second, of all ranks."""
+    assert found.time is not None and found.config.train_batch_size is not None
+    return found.config.train_batch_size / found.time.seconds
+
+
+LARGE, SMALL = gpus(10**9), gpus(1_690_000, ranks=1)
+
+
+@pytest.fixture(scope="module")
+def large() -> Choice:
+    return chosen(LARGE)
+
+
+@pytest.fixture(scope="module")
+def small() -> Choice:
+    return chosen(SMALL)
+
+
+def test_the_first_is_the_fastest_by_plans_of_their_own(large: Choice) -> None:
+    assert large.config is not None and large.plan is not None
+    every = [Candidate(stage, again=again, samples=2)
+             for stage in range(4) for again in (False, True)]  # fmt: skip
+    speeds = {each: speed(planned(each.config(BASE, 2), LARGE)) for each in every}
+    first = large.rows[0]
+    assert speeds[first.candidate] == pytest.approx(max(speeds.values()), rel=1e-3)
+    assert speed(planned(large.config, LARGE)) == pytest.approx(first.samples_per_s)
+    rates = [row.samples_per_s for row in large.rows]
+    assert rates == sorted(rates, reverse=True) and 1 < len(rates) <= 10
+    for row in large.rows:
+        assert row.samples_per_s == pytest.approx(speeds.get(row.candidate, row.samples_per_s), rel=1e-3)
+
+
+def test_no_row_does_not_fit(small: Choice) -> None:
+    assert not planned(Candidate(0).config(BASE, 1), SMALL).fits
+    on_host = Candidate(1, "states on the host", samples=2)
+    assert not planned(on_host.config(BASE, 1), SMALL).fits and on_host not in {row.candidate for row in small.rows}
+    assert replace(on_host, samples=1) in {row.candidate for row in small.rows}
+    for row in small.rows[:4]:
+        assert planned(row.candidate.config(BASE, 1), SMALL).fits, row.candidate
+
+
+def test_places_beside_the_device_are_for_what_is_too_small(large: Choice, small: Choice) -> None:
+    assert not any("host" in str(row.candidate) for row in large.rows)
+    assert all("host" in str(row.candidate) for row in small.rows)
+    assert "host" in table_of(small) and not large.needed and not small.needed
+
+
+@pytest.mark.parametrize(
+    ("said", "whole"),
+    [
+        ({"train_batch_size": 24}, 24),
+        ({"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 4}, 24),
+        ({"train_micro_batch_size_per_gpu": 3}, None),
+        ({}, None),
+    ],
+)
+def test_a_global_batch_stays(said: dict[str, int], whole: int | None) -> None:
+    base = {**{key: value for key, value in BASE.items() if key != "train_batch_size"}, **said}
+    assert global_batch(base, 2) == whole
+    found = load_config(Candidate(2, samples=4).config(base, 2)).resolve_batch(2)
+    assert found.train_batch_size == (whole or 2 * 4)
+    assert found.train_micro_batch_size_per_gpu == 4
+
+
+def test_micro_batches_divide_the_global_batch(large: Choice) -> None:
+    assert large.config is not None and large.config["train_batch_size"] == 4
+    assert {row.candidate.samples for row in large.rows} <= {1, 2}
+    assert all(row.plan.config.train_batch_size == 4 for row in large.rows)
+
+
+@pytest.mark.parametrize("place", ["device", "states on the host", "all on the host"])
+@pytest.mark.parametrize("again", [False, True])
+def test_what_the_user_said_stays(place: str, again: bool) -> None:
+    before = copy.deepcopy(BASE)
+    found = Candidate(3, place, again, samples=2).config(BASE, 2)
+    assert before == BASE, "the caller's own"
+    read, base = load_config(found), load_config(BASE)
+    for name in ("optimizer", "gradient_clipping", "bf16", "train_batch_size", "seed"):
+        assert getattr(read, name) == getattr(base, name)
+    zero = read.zero_optimization
+    assert zero.reduce_bucket_size == 100_000
+    assert (zero.offload_optimizer.device == "cpu") == (place != "device")
+    assert (zero.offload_param.device == "cpu") == (place == "all on the host")
+    assert read.activation_checkpointing.enabled == again
+
+
+def test_what_is_needed_where_nothing_fits_is_true() -> None:
+    """The host is too small for one rank: two have one each, and states of 8 bits are a quarter."""
+    told: list[str] = []
+
+    def of(ranks: int) -> Hardware:
+        return gpus(1_330_000, ranks, host_bytes=2_400_000, node_ranks=1)
+
+    found = chosen(of(1), told=told.append)
+    assert (found.rows, found.config, found.plan) == ([], None, None)
+    closest, *needed = found.needed
+    assert closest.startswith(
+        "nothing fits; the closest is stage 3, all on the host with micro-batches of 1: GPU: fits"
+    )
+    assert "host: does not fit" in closest and told[-2:] == [
+        "would it fit with 2 ranks?", "would it fit with states of 8 bits (data_types.optimizer_state_dtype)?"
+    ]  # fmt: skip
+    assert [sentence.partition(":")[0] for sentence in needed] == [
+        "it would fit with 2 ranks", "it would fit with states of 8 bits (data_types.optimizer_state_dtype)"
+    ]  # fmt: skip
+    candidate = Candidate(3, "all on the host")
+    assert not planned(candidate.config(BASE, 1), of(1)).fits
+    assert planned(candidate.config(BASE, 2), of(2)).fits
+    assert planned({**candidate.config(BASE, 1), "data_types": {"optimizer_state_dtype": "8bit"}}, of(1)).fits
+
+
+def test_a_model_that_asks_for_values_cannot_be_planned() -> None:
+    class Asks(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.blocks[0](x)
+            return y[y > 0].sum()
+
+    with pytest.raises(UsageError, match=r"^choose: no config can be planned: plan: the model asks for what only data"):
+        choose(Asks(), BASE, "2x24GB", batch=BATCH)
+    with pytest.raises(UsageError, match=r"^choose: expected hardware to be a text"):
+        choose(Net(), BASE, 24, batch=BATCH)  # type: ignore[arg-type]
