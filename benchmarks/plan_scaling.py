@@ -41,7 +41,7 @@ from shardengine.planner import DryRun, Hardware, Link, Place, Rates, Tape, Time
 from shardengine.planner.rates import COMPUTE, NETWORK, NODE
 from shardengine.planner.replay import carried_times
 
-LLAMA = {
+LLAMA: Mapping[str, Any] = {
     "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_attention_heads": 32,
     "num_key_value_heads": 8, "max_position_embeddings": 2048, "use_cache": False,
 }  # fmt: skip
@@ -86,7 +86,7 @@ class Run:
 def model_of(depth: int) -> nn.Module:
     """Without weights."""
     with torch.device("meta"):
-        return Text("LlamaForCausalLM", "LlamaConfig", LLAMA | {"num_hidden_layers": depth})()
+        return Text("LlamaForCausalLM", "LlamaConfig", dict(LLAMA) | {"num_hidden_layers": depth})()
 
 
 def config_of(way: str, micros: int) -> dict[str, Any]:
@@ -195,7 +195,7 @@ def another_micro_batch(way: str, ranks: int, rates: Rates) -> float:
 
 def curves(ways: Sequence[str], numbers: Sequence[int]) -> list[dict[str, Any]]:
     """A row for each way and number of ranks, weak and strong, with the formula."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for way in ways:
         for ranks in numbers:
             if WAYS[way].get("shard_group_size") == ranks:  # one group
@@ -275,9 +275,10 @@ def formula(way: str, ranks: int, alone: Mapping[str, float], count: int) -> flo
         gathered = {0: GRADIENT, 2: WEIGHT}[WAYS[way]["stage"]]
         after = gathered * count * costs.gather + late
         return forward + max(backward, (buckets - 1) * reduction) + last + max(step, after)
-    block = sum(each.numel() for each in model_of(1).model.layers[0].parameters())  # type: ignore[union-attr,operator]
+    first_layer = model_of(1).get_submodule("model.layers.0")
+    block = sum(each.numel() for each in first_layer.parameters())
     gather = WEIGHT * block * costs.gather + late
-    first = WEIGHT * LLAMA["vocab_size"] * LLAMA["hidden_size"] * costs.gather + late  # type: ignore[operator]
+    first = WEIGHT * LLAMA["vocab_size"] * LLAMA["hidden_size"] * costs.gather + late
     excess = sum(max(0.0, gather - each / LAYERS) for each in (forward, backward)) * LAYERS
     behind = max(0.0, (buckets - 1) * reduction - backward)
     return forward + backward + step + first + excess + behind + last + GRADIENT * count * costs.far_gather
@@ -288,7 +289,7 @@ def formula(way: str, ranks: int, alone: Mapping[str, float], count: int) -> flo
 
 def reuse(ways: Sequence[str]) -> list[dict[str, Any]]:
     """Of 2 layers: a step by tapes of other numbers of ranks, and of micro-batches, beside that of a dry run."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for way in ways:
         depth = DEPTHS[0]
         rates = Rates.given(hardware_of(64))
@@ -311,7 +312,7 @@ def reuse(ways: Sequence[str]) -> list[dict[str, Any]]:
 def latencies(ways: Sequence[str], ranks: int) -> list[dict[str, Any]]:
     """The weak curve's last point where a collective between nodes has another latency: a ring's grows with the number
     of nodes, a tree's with its logarithm, and α here is one number."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for way in ways:
         for latency in LATENCIES:
             found = between(way, ranks, Rates.given(hardware_of(ranks, latency)))
@@ -353,6 +354,30 @@ def tables(result: Mapping[str, Any]) -> str:
         for row in result["latency"]
     ]
     return "\n".join(lines)
+
+
+def markdown(result: Mapping[str, Any]) -> list[str]:
+    """The tables of docs/benchmarks.md: memory, and curves."""
+    lines = ["| stage | " + " | ".join(f"{ranks:,} ranks" for ranks in MEMORY_RANKS) + " | initialize, a step |"]
+    lines.append("|" + "---|" * (len(MEMORY_RANKS) + 2))
+    for stage in dict.fromkeys(row["stage"] for row in result["memory"]):
+        of = [row for row in result["memory"] if row["stage"] == stage]
+        cells = [
+            f"{row['peak_bytes'][str(row['ranks'] // 2)] / 1e9:.2f} ({row['state_bytes'] / 1e9:.2f})" for row in of
+        ]
+        cells.append(f"{of[-1]['initialize_s']:.1f} s, {of[-1]['step_s']:.1f} s")
+        lines.append(f"| {stage} | {' | '.join(cells)} |")
+    curves = ["| stage | ranks | weak: ms | exposed | formula | efficiency | strong: s | efficiency |"]
+    curves.append("|" + "---|" * 8)
+    for row in result["curves"]:
+        if row["ranks"] in (8, 16, 64, 256, 1024) and (row["ranks"] != 16 or row["way"] == HYBRID):
+            weak = row["weak"]
+            curves.append(
+                f"| {row['way']} | {row['ranks']:,} | {1e3 * weak['seconds']:.0f} | "
+                f"{1e3 * (weak['seconds'] - weak['compute']):.0f} | {1e3 * row['formula_s']:.0f} | "
+                f"{100 * row['weak_efficiency']:.1f}% | {row['strong_s']:.2f} | {100 * row['strong_efficiency']:.1f}% |"
+            )
+    return ["\n".join(lines), "\n".join(curves)]
 
 
 def draw(result: Mapping[str, Any], path: Path) -> None:

@@ -13,6 +13,7 @@ import importlib
 import inspect
 import itertools
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
@@ -33,7 +34,16 @@ from shardengine.kernels.spans import Spans
 _CHOICES = ("auto", "reference", "native", "triton")
 _ASKED = 8
 """Tensors of a call that are asked for their device, which takes 0.1 µs each."""
-_without: list[Any] = []
+
+
+class _Without(threading.local):
+    """In each thread: what carries out operations in its place, of the last ``without_values`` that is open."""
+
+    def __init__(self) -> None:
+        self.open: list[Any] = []
+
+
+_without = _Without()
 """For each ``without_values`` that is open who carries operations out."""
 _withdrawn: set[str] = set()
 """Types of device for which another rank has no kernels of ours, so that this one does not use its own."""
@@ -97,8 +107,9 @@ def implementation(device: torch.device) -> ModuleType | None:
     Triton on GPUs, native on CPUs where it can be had. Each is imported here, at its first use: on a CPU Triton never
     is. SHARDENGINE_NATIVE and SHARDENGINE_ISA are ``native.library``'s. Ranks of one engine agree (``offer``).
     """
-    if _without:
-        return _without[-1]
+    if _without.open:
+        module: ModuleType = _without.open[-1]
+        return module
     if device.type == "meta":
         return meta
     if _is_tritons(device.type):
@@ -133,20 +144,20 @@ class _Reporting:
 
 @contextmanager
 def without_values(report: Report | None = None) -> Iterator[None]:
-    """Inside, in this process, what operations are given has shapes and no values, whatever its device: ``meta``'s.
+    """Inside, in this thread, what operations are given has shapes and no values, whatever its device: ``meta``'s.
 
     report: is told of each, since none of them is an operation of torch there.
     """
-    _without.append(meta if report is None else _Reporting(report))
+    _without.open.append(meta if report is None else _Reporting(report))
     try:
         yield
     finally:
-        _without.pop()
+        _without.open.pop()
 
 
 def has_values() -> bool:
     """Whether tensors have values, so that they have addresses and can be computed with."""
-    return not _without
+    return not _without.open
 
 
 def _is_tritons(device_type: str) -> bool:

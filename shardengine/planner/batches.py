@@ -26,7 +26,7 @@ def example(model: nn.Module, samples: int, length: int | None) -> dict[str, Ten
     main = getattr(model, "main_input_name", None) or next(iter(takes), "")
     batch: dict[str, Tensor] = {}
     if main == "input_ids":
-        batch[main] = torch.zeros(samples, min(length or LENGTH, _longest(config)), dtype=torch.int64)
+        batch[main] = torch.zeros(samples, _tokens(config, length), dtype=torch.int64)
     elif main == "pixel_values" and config is not None:
         size = getattr(config, "image_size", 224)
         height, width = (size, size) if isinstance(size, int) else size
@@ -72,12 +72,20 @@ def shorter(batch: Mapping[str, Any]) -> dict[str, Any] | None:
     return {name: each[:, :half].contiguous() if of_tokens(each) else each for name, each in batch.items()}
 
 
-def _longest(config: Any) -> int:
-    """Tokens for which a model with learned positions has some."""
-    for name in ("n_positions", "max_position_embeddings"):
-        if isinstance(found := getattr(config, name, None), int):
-            return found
-    return 1 << 30
+def _tokens(config: Any, length: int | None) -> int:
+    """``length``, or as many as have positions; ``UsageError`` where a model that learns positions has fewer."""
+    if length is not None and length < 1:
+        raise UsageError(f"plan: expected length to be 1 token or more, got {length}")
+    names = ("n_positions", "max_position_embeddings")
+    positions = next((found for name in names if isinstance(found := getattr(config, name, None), int)), None)
+    rotates = any(hasattr(config, name) for name in ("rope_theta", "rope_parameters", "rope_scaling"))
+    if length is None:
+        return LENGTH if positions is None else min(LENGTH, positions)
+    if positions is not None and length > positions and not rotates:
+        raise UsageError(
+            f"plan: expected length to be at most the {positions} positions that the model has, got {length}"
+        )
+    return length
 
 
 def loss_of(returned: Any) -> Tensor:

@@ -161,9 +161,18 @@ class _Search:
         self._model, self._base, self._where, self._batch = model, base, where, batch
         self._loss, self._rates, self._options, self._told = more
         self._samples = next((each.shape[0] for each in batch.values() if isinstance(each, Tensor) and each.dim()), 1)
+        if not self._grows():
+            raise UsageError(
+                "choose: expected batch= of tensors [samples, ...] by name, got one of which nothing would be larger "
+                "with more samples"
+            )
         self._known: dict[Candidate, Plan | None] = {}
         self._problems: list[str] = []
         self.tried = 0
+
+    def _grows(self) -> bool:
+        twice = batches.resized(self._batch, self._samples, 2 * self._samples)
+        return any(each is not self._batch[name] for name, each in twice.items())
 
     def rows(self) -> list[Row]:
         """Of all that fit, best first."""
@@ -236,7 +245,7 @@ class _Search:
             config = load_config(candidate.config(base, where.ranks)).resolve_batch(where.ranks)
             task = Task(self._model, batch, config, where, self._loss, self._options)
             return task.plan(task.run_quickly() if quick else task.run_all(exact=False), self._rates)
-        except (ConfigError, UsageError) as error:
+        except (ConfigError, UsageError, ValueError) as error:
             self._problems.append(str(error))
             return None
 

@@ -8,22 +8,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from shardengine.planner.dry_engine import BACKWARD, FORWARD, INITIALIZE, STEP, DryRun
+from shardengine.planner.dry_engine import ACTIVATIONS, BACKWARD, FORWARD, INITIALIZE, STEP, DryRun
 from shardengine.planner.layers import TOLERANCE, Layers, carried_on, line
 from shardengine.planner.ledger import Moment, highest
 
 _STEP = (FORWARD, BACKWARD, STEP)
 _DISK = "measured_disk_bytes"
-_BUFFERS, _ALL_BUFFERS = 4, 0.02
-"""So many buffers more or less have to be such a part of the peak at most."""
-_USUAL_BUCKET = 12_500_000
+_BUCKETS = 8
+"""Buckets that a layer fills at least: how parameters fill buckets, and so which buffers a pool has, is then alike in
+each depth."""
 
 
-def deep_run(layers: Layers, run: Callable[[int], DryRun], begin: Callable[[], DryRun]) -> DryRun | None:
+def deep_run(layers: Layers, run: Callable[[int], DryRun], begin: Callable[[], DryRun], bucket: int) -> DryRun | None:
     """Of a model with all ``layers``, by ``run`` with some. None: the whole model has to run, because shorter ones do
-    not, or do not lie on a line. begin: of the whole model, without steps."""
+    not, or do not lie on a line, or the whole one's forward keeps something else. begin: of the whole model, with a
+    forward and no step · bucket: elements."""
     depths = layers.depths()
-    if depths is None:
+    if depths is None or layers.parameters < _BUCKETS * bucket:
         return None
     try:
         first, second, third = (run(depth) for depth in depths)
@@ -32,9 +33,9 @@ def deep_run(layers: Layers, run: Callable[[int], DryRun], begin: Callable[[], D
     if not _on_a_line(_carried((first, second), depths[:2], layers, depths[2]), third, layers, depths):
         return None
     found = _carried((second, third), depths[1:], layers, layers.count)
-    if _BUFFERS * _buffer_bytes(third) > _ALL_BUFFERS * found.peak.bytes:
-        return None
     begun = begin()
+    if abs(_kept(begun) - _kept(found)) > TOLERANCE * found.peak.bytes:
+        return None
     return replace(
         found,
         device=_with_start(begun.device, found.device),
@@ -69,11 +70,9 @@ def quick_run(layers: Layers, run: Callable[[int], DryRun]) -> DryRun | None:
     )
 
 
-def _buffer_bytes(run: DryRun) -> int:
-    """Of a full bucket of gradients; how many there are at once follows from how parameters fill buckets, which is
-    another thing in each depth."""
-    size = run.config.zero_optimization.reduce_bucket_size
-    return 4 * (size if isinstance(size, int) else _USUAL_BUCKET)
+def _kept(run: DryRun) -> int:
+    """Bytes of what the model's own code has made at the highest moment of forward."""
+    return max((each.alive.get(ACTIVATIONS, 0) for each in run.device if each.phase == FORWARD), default=0)
 
 
 def _with_start(begun: Sequence[Moment], found: Sequence[Moment]) -> list[Moment]:

@@ -214,7 +214,7 @@ def dry_run(
     options: Mapping[str, Any] | None = None,
     steps: int = STEPS,
 ) -> DryRun:
-    """Run ``steps`` steps with the same buckets.
+    """Run ``steps`` steps with the same buckets; with none a forward alone.
 
     make: makes the model, inside of ``without_values`` · batch: a micro-batch · loss: of what the model returns ·
     options: further arguments of ``initialize``.
@@ -245,6 +245,10 @@ def dry_run(
         _tell_units(ledger, engine.module)
         with _told():
             alike = 0
+            if not steps:
+                ledger.begin(FORWARD)
+                loss(engine(**batch()))
+                ledger.begin("")
             while alike < steps:
                 layout = engine._core.layout
                 wire.issued.clear()

@@ -11,8 +11,10 @@ where it does not (buckets larger than the layers, layers that differ), the whol
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 from torch import nn
@@ -49,12 +51,13 @@ def blocks_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 @dataclass(frozen=True)
 class Layers:
     """``count`` layers that are alike, in each of the lists ``paths``, from number ``first`` on. period: layers after
-    which they repeat, as where attention is local in some of them."""
+    which they repeat, as where attention is local in some of them · parameters: of one, on average."""
 
     paths: tuple[str, ...]
     first: int
     count: int
     period: int
+    parameters: int = field(default=0, compare=False)
 
     def depths(self) -> tuple[int, int, int] | None:
         """Of three shorter models; None where they are not less work together than the whole one."""
@@ -75,7 +78,8 @@ def layers_of(model: nn.Module) -> Layers | None:
     first, count, period = most = max(held, key=lambda run: held[run])
     if 2 * held[most] < sum(parameter.numel() for parameter in model.parameters()):
         return None
-    return Layers(tuple(found[most]), first, count, period)
+    number = sum(len(model.get_submodule(path)._modules) for path in found[most])
+    return Layers(tuple(found[most]), first, count, period, held[most] // number)
 
 
 def _signatures(blocks: Sequence[nn.Module]) -> list[Any]:
@@ -102,12 +106,15 @@ def _parts(block: nn.Module) -> tuple[Any, ...]:
 def _attributes(block: nn.Module) -> Iterator[tuple[str, str, Any]]:
     for name, module in block.named_modules():
         for key, value in vars(module).items():
-            if isinstance(value, (bool, int, float, str)) or (isinstance(value, tuple) and _is_plain(value)):
+            if isinstance(value, _PLAIN) or (isinstance(value, tuple) and _is_plain(value)):
                 yield name, key, value
 
 
+_PLAIN = (bool, int, float, str, FunctionType, BuiltinFunctionType, functools.partial)
+
+
 def _is_plain(values: tuple[Any, ...]) -> bool:
-    return all(isinstance(each, (bool, int, float, str)) for each in values)
+    return all(isinstance(each, _PLAIN) for each in values)
 
 
 def _longest_run(signatures: Sequence[Any]) -> tuple[int, int, int]:

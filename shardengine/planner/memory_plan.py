@@ -203,6 +203,8 @@ def _times(run: DryRun, rates: Rates, ranks: int, config: Config) -> Times:
     return carried_times((of(run.tape_before), found), run.depths[-2:], run.layers)
 
 
+_USUAL_BUCKET = 12_500_000
+"""Elements, where the engine chooses."""
 _RUN = 2
 """Micro-batches of a step that run dry, where there are more. Each later one finds in memory what the second has found,
 and lasts as long as the first."""
@@ -247,7 +249,7 @@ class Task:
         """By shorter models where they say the same; an optimizer that exists knows all layers' parameters."""
         layers = None if exact or self._optimizer_exists else layers_of(self.model)
         run = lambda depth: self._run(layers, depth)  # noqa: E731
-        found = None if layers is None else deep_run(layers, run, lambda: self._run(steps=0))
+        found = None if layers is None else deep_run(layers, run, lambda: self._run(steps=0), self._bucket)
         return found or self._run()
 
     def run_quickly(self) -> DryRun:
@@ -255,6 +257,11 @@ class Task:
         layers = None if self._optimizer_exists else layers_of(self.model)
         run = lambda depth: self._run(layers, depth)  # noqa: E731
         return (quick_run(layers, run) if layers is not None else None) or self._run()
+
+    @property
+    def _bucket(self) -> int:
+        size = self.config.zero_optimization.reduce_bucket_size
+        return size if isinstance(size, int) else _USUAL_BUCKET
 
     @property
     def _optimizer_exists(self) -> bool:

@@ -12,7 +12,7 @@ elements of a mask are set, torch refuses, and the model cannot be planned: ``Us
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any
@@ -151,7 +151,7 @@ class KeptOnGpu(TorchFunctionMode):
 
     def also_in_backward(self) -> Any:
         """Inside, what backward computes again is done so, too: torch sets function modes aside for a backward."""
-        run = torch.autograd.graph._engine_run_backward
+        run: Callable[..., Any] = vars(torch.autograd)["_engine_run_backward"]
 
         def with_mode(*args: Any, **kwargs: Any) -> Any:
             with self:

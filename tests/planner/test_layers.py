@@ -86,7 +86,7 @@ def test_what_is_no_list_of_layers_is_none() -> None:
 def planned(name: str, zero: dict[str, Any], *, exact: bool, **config: Any) -> Plan:
     whole = {
         "train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        "zero_optimization": {"reduce_bucket_size": 20_000, "stage3_prefetch_bucket_size": 20_000, **zero}, **config,
+        "zero_optimization": {"reduce_bucket_size": 5_000, "stage3_prefetch_bucket_size": 5_000, **zero}, **config,
     }  # fmt: skip
     return plan(made(name), whole, "4x24GB", batch=partial(words, 4, TOKENS, VOCABULARY)(), exact=exact)
 
@@ -135,7 +135,7 @@ def test_layers_that_differ_run_all() -> None:
     model: Any = made("Llama")
     config = {
         "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"reduce_bucket_size": 20_000},
+        "zero_optimization": {"reduce_bucket_size": 5_000},
     }  # fmt: skip
 
     def of(**more: Any) -> Plan:
@@ -209,7 +209,10 @@ def test_a_model_that_counts_its_layers_runs_all() -> None:
 
 
 def of_deep(model: nn.Module, **more: Any) -> Plan:
-    config = {"train_micro_batch_size_per_gpu": 64, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
+    config = {
+        "train_micro_batch_size_per_gpu": 64, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        "zero_optimization": {"reduce_bucket_size": 8_000},
+    }  # fmt: skip
     return plan(model, config, "2x24GB", batch={"x": torch.zeros(64, 256)}, loss=lambda loss: loss, **more)
 
 
@@ -220,3 +223,26 @@ def test_layers_that_are_not_trained_are_others(frozen: range) -> None:
         model.layers[place].requires_grad_(requires_grad=False)
     assert layers_of(model) != layers_of(Deep())
     assert of_deep(model).device.peak == of_deep(model, exact=True).device.peak
+
+
+class Half(Deep):
+    """In the second half of all layers something else is kept, which no layer says."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for place, layer in enumerate(self.layers):
+            x = layer(x)
+            if place >= self.count // 2:
+                x = x.exp().sin()
+        return x.square().mean()
+
+
+def test_a_model_whose_forward_knows_its_depth_runs_all() -> None:
+    assert layers_of(Half()) == layers_of(Deep())
+    assert of_deep(Half()).depths == ()
+
+
+def test_functions_tell_layers_apart() -> None:
+    model: Any = Deep()
+    for place, layer in enumerate(model.layers):
+        layer.act = torch.relu if place < DEEP // 2 else torch.sin
+    assert layers_of(model) != layers_of(Deep())

@@ -274,9 +274,7 @@ def test_dropout_that_is_computed_again_in_backward_is_that_of_a_gpu() -> None:
         found = plan(Dropping(), config, "2x24GB", batch={"x": torch.zeros(512, 64)}, loss=lambda loss: loss)
         forward[checkpointed] = max(each.alive["activations"] for each in found.timeline if each.phase == "forward")
     result = 512 * 64 * 4
-    assert forward[False] > forward[True] + 2 * (result + result // 4), (
-        "a result and a mask in two layers that are over"
-    )
+    assert forward[False] > forward[True] + 2 * (result + result // 4), "a result and a mask of two layers"
 
 
 def test_numbers_that_ranks_gather_are_what_this_one_has() -> None:
