@@ -42,6 +42,7 @@ MAPPED = "file"
 _HOST_SIDE = "host "
 """Begins the name of what lies in the host's memory, where the device has one of its own."""
 CUDA_GRAIN = 512
+FORWARD_ALONE = -1
 STEPS = 2
 """With one layout the second is like all later ones: the pool is filled, gathers follow the order of the first."""
 
@@ -214,7 +215,7 @@ def dry_run(
     options: Mapping[str, Any] | None = None,
     steps: int = STEPS,
 ) -> DryRun:
-    """Run ``steps`` steps with the same buckets; with none a forward alone.
+    """Run ``steps`` steps with the same buckets; with ``FORWARD_ALONE`` a forward and no step.
 
     make: makes the model, inside of ``without_values`` · batch: a micro-batch · loss: of what the model returns ·
     options: further arguments of ``initialize``.
@@ -245,7 +246,7 @@ def dry_run(
         _tell_units(ledger, engine.module)
         with _told():
             alike = 0
-            if not steps:
+            if steps == FORWARD_ALONE:
                 ledger.begin(FORWARD)
                 loss(engine(**batch()))
                 ledger.begin("")

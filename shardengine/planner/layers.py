@@ -106,15 +106,19 @@ def _parts(block: nn.Module) -> tuple[Any, ...]:
 def _attributes(block: nn.Module) -> Iterator[tuple[str, str, Any]]:
     for name, module in block.named_modules():
         for key, value in vars(module).items():
-            if isinstance(value, _PLAIN) or (isinstance(value, tuple) and _is_plain(value)):
-                yield name, key, value
+            if (told := _plain(value)) is not None:
+                yield name, key, told
 
 
-_PLAIN = (bool, int, float, str, FunctionType, BuiltinFunctionType, functools.partial)
-
-
-def _is_plain(values: tuple[Any, ...]) -> bool:
-    return all(isinstance(each, _PLAIN) for each in values)
+def _plain(value: Any) -> Any:
+    """What tells it from others, by value; None: it says nothing."""
+    if isinstance(value, (bool, int, float, str, BuiltinFunctionType)):
+        return value
+    if isinstance(value, FunctionType):
+        return value.__code__
+    if isinstance(value, functools.partial):
+        return _plain(value.func), *map(_plain, value.args), *map(_plain, value.keywords.values())
+    return tuple(map(_plain, value)) if isinstance(value, tuple) else None
 
 
 def _longest_run(signatures: Sequence[Any]) -> tuple[int, int, int]:

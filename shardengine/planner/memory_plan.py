@@ -21,6 +21,7 @@ from shardengine.planner.deep_model import deep_run, quick_run
 from shardengine.planner.dry_engine import (
     BACKWARD,
     FORWARD,
+    FORWARD_ALONE,
     INITIALIZE,
     STATES,
     STEP,
@@ -249,7 +250,7 @@ class Task:
         """By shorter models where they say the same; an optimizer that exists knows all layers' parameters."""
         layers = None if exact or self._optimizer_exists else layers_of(self.model)
         run = lambda depth: self._run(layers, depth)  # noqa: E731
-        found = None if layers is None else deep_run(layers, run, lambda: self._run(steps=0), self._bucket)
+        found = None if layers is None else deep_run(layers, run, lambda: self._run(steps=FORWARD_ALONE), self._bucket)
         return found or self._run()
 
     def run_quickly(self) -> DryRun:

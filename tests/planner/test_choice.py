@@ -114,7 +114,7 @@ def test_places_beside_the_device_are_for_what_is_too_small(large: Choice, small
     [
         ({"train_batch_size": 24}, 24),
         ({"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 4}, 24),
-        ({"train_micro_batch_size_per_gpu": 3}, None),
+        ({"train_micro_batch_size_per_gpu": 4}, 8),
         ({}, None),
     ],
 )

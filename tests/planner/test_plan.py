@@ -30,7 +30,7 @@ GB = 10**9
         ("24GB", 1, 24 * GB),
         ("8 × 80 GiB", 8, 80 << 30),
         ("16*1.5tb", 16, 1500 * GB),
-        ("2x512MiB", 2, 512 << 20),
+        ("2x2560MiB", 2, 2560 << 20),
     ],
 )
 def test_hardware_is_read_as_people_write_it(text: str, ranks: int, size: int) -> None:
