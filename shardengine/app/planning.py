@@ -51,8 +51,8 @@ from shardengine.planner import (
 def run(options: argparse.Namespace) -> int:
     """Print the plan, or with --choose the configs that fit; the exit code."""
     require("transformers", extra="hf", what="plan --model")
-    if options.plot is not None and find_spec("matplotlib") is None:
-        raise UsageError("--plot: expected matplotlib to be installed: pip install 'shardengine[plot]'")
+    if options.plot is not None:
+        _check_plot(Path(options.plot))
     hardware = Hardware.parse(
         options.gpus, host_memory=options.host_memory, nvme=options.nvme, node_ranks=options.node, link=options.link,
         node_link=options.node_link, tflops=options.tflops, memory=options.gpu_memory_speed,
@@ -69,6 +69,13 @@ def run(options: argparse.Namespace) -> int:
         draw(found, Path(options.plot), options.model)
     print(json.dumps(found.as_dict(), indent=2) if options.json else text_of(found))
     return 0 if found.fits else 1
+
+
+def _check_plot(path: Path) -> None:
+    if find_spec("matplotlib") is None:
+        raise UsageError("--plot: expected matplotlib to be installed: pip install 'shardengine[plot]'")
+    if not path.absolute().parent.is_dir() or path.suffix not in (".png", ".svg", ".pdf"):
+        raise UsageError(f"--plot {path}: expected a .png, .svg or .pdf file in a directory that is there")
 
 
 def _choose(options: argparse.Namespace, hardware: Hardware, model: Callable[[], Any]) -> int:
@@ -118,7 +125,10 @@ def _model(place: str, lora: str | None) -> Any:
     kind = getattr(transformers, names[0], None) if names else None
     config.use_cache = False
     with torch.device("meta"), _default_dtype(getattr(config, "dtype", None)):  # as from_pretrained loads it
-        model = kind(config) if kind is not None else transformers.AutoModelForCausalLM.from_config(config)
+        try:
+            model = kind(config) if kind is not None else transformers.AutoModelForCausalLM.from_config(config)
+        except (ValueError, TypeError, KeyError) as error:
+            raise UsageError(f"--model {place}: the model refuses its config ({error})") from error
         model.train()
         return model if lora is None else adapters.attach(model, adapters.parse(lora))
 

@@ -228,6 +228,8 @@ def dry_run(
     wire = SilentWire(place.ranks, recorder, host_waits=not place.apart)
     with ExitStack() as last:
         last.enter_context(_without_collections())
+        last.enter_context(torch.random.fork_rng(devices=[]))
+        last.enter_context(torch.enable_grad())
         mode = last.enter_context(without_values(on_gpu=place.apart, report=recorder.kernel))
         last.enter_context(ledger)
         last.enter_context(recorder)

@@ -12,6 +12,7 @@ elements of a mask are set, torch refuses, and the model cannot be planned: ``Us
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
@@ -172,6 +173,8 @@ def _of_functional(
     return input, p, training
 
 
+_one_at_a_time = threading.RLock()
+"""Threads that plan wait for each other: some of what is replaced inside is the process's."""
 _DROPOUT_P = 4
 """Its place among the arguments of attention."""
 
@@ -183,6 +186,9 @@ def without_values(*, on_gpu: bool = False, report: kernels.Report | None = None
     from torch._subclasses.fake_tensor import FakeTensor
 
     with ExitStack() as last:
+        last.enter_context(_one_at_a_time)
+        if torch.get_default_device().type != "cpu":
+            last.enter_context(torch.device("cpu"))
         last.enter_context(torch.compiler.set_stance("force_eager"))
         last.enter_context(kernels.without_values(report))
         if on_gpu:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -317,3 +318,42 @@ def test_a_device_apart_has_what_the_meta_device_has(stage: str, tier: str, tmp_
     assert found.at_rest.bytes == pytest.approx(rests, rel=0.002)
     assert found.peak.bytes == pytest.approx(on_meta, abs=ONE_BUFFER)
     assert TIERS[tier] == {} or found.host_peak.bytes > 0
+
+
+def test_a_plan_beside_a_training_in_another_thread_is_none_of_its_business() -> None:
+    def losses(beside: bool) -> list[float]:
+        torch.manual_seed(0)
+        engine = shardengine.initialize(Tied(), CONFIG)
+        found, ends = [], threading.Event()
+
+        def planning() -> None:
+            while not ends.is_set():
+                plan_of(Tied())
+
+        others = [threading.Thread(target=planning) for _ in range(2 * beside)]
+        for other in others:
+            other.start()
+        x = torch.ones(4, 64)
+        for _ in range(30):
+            loss = engine(x)
+            engine.backward(loss)
+            engine.step()
+            found.append(loss.item())
+        ends.set()
+        for other in others:
+            other.join()
+        engine.close()
+        return found
+
+    alone = losses(beside=False)
+    assert losses(beside=True) == alone and alone[-1] < alone[0]
+
+
+def test_random_numbers_and_modes_of_the_user_stay() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(3)
+    torch.manual_seed(3)
+    with torch.no_grad(), torch.device("meta"):
+        assert plan(Tied(), CONFIG, "2x24GB", batch={"x": torch.zeros(4, 64, device="cpu")}).device.peak > 0
+        assert not torch.is_grad_enabled() and torch.empty(1).is_meta
+    assert torch.equal(torch.rand(3), expected)
