@@ -150,6 +150,7 @@ def text_of(found: Plan) -> str:
     config, zero = found.config, found.config.zero_optimization
     what, left = " × ".join(map(str, found.shape)), found.hardware.reserved_bytes
     reserved = f"; {show_bytes(left)} of each GPU are left to CUDA and NCCL" if left else ""
+    short = f" of models with {', '.join(map(str, found.depths))} layers" if found.depths else ""
     steps = f", {config.gradient_accumulation_steps} micro-batches a step" if config.gradient_accumulation_steps else ""
     return "\n".join([
         f"{_count(found.parameters)} parameters, stage {zero.stage}, micro-batches of {what}{steps}",
@@ -159,7 +160,7 @@ def text_of(found: Plan) -> str:
         "",
         *found.sentences(),
         *time_of(found),
-        f"(some steps of the engine as rank {found.rank}, without values, in {found.seconds:.1f} s{reserved})",
+        f"(some steps of the engine as rank {found.rank}{short}, without values, in {found.seconds:.1f} s{reserved})",
     ])  # fmt: skip
 
 
