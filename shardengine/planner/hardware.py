@@ -16,6 +16,8 @@ LATENCY_S = 10e-6
 """Of a link of which nobody says it."""
 RESERVED = 1 << 30
 """Bytes of a GPU that no tensor gets: CUDA's context, NCCL's and cuBLAS' buffers. Declared, not measured."""
+_MOST_FLOPS = 1e17
+"""FLOP/s: more is a number that was said in another unit."""
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]I?)?(B?)", re.IGNORECASE)
 _LINK = re.compile(r"(.+?)/s(?:\s*@\s*([0-9]+(?:\.[0-9]+)?)\s*(us|µs|ms|s))?", re.IGNORECASE)
@@ -141,7 +143,7 @@ def _parse_flops(text: str | None) -> dict[str, float]:
             value = float(number) * 1e12
         except ValueError:
             value = 0.0
-        if value <= 0 or not {*names} <= {"bf16", "fp16", "fp32", "fp64"}:
+        if not 0 < value < _MOST_FLOPS or not {*names} <= {"bf16", "fp16", "fp32", "fp64"}:
             raise UsageError(f"tflops: expected numbers, as 312 or 312,fp32=19.5, got {text!r}")
         found |= dict.fromkeys(names, value)
     return found

@@ -39,7 +39,9 @@ def test_hardware_is_read_as_people_write_it(text: str, ranks: int, size: int) -
     assert (found.ranks, found.device_bytes, found.per_rank(found.host_bytes)) == (ranks, size, 128 * GB)
 
 
-@pytest.mark.parametrize("text", ["4x", "x24GB", "fourx24GB", "4x24XB", "0x24GB", "4x0GB", "", "-1x24GB"])
+@pytest.mark.parametrize(
+    "text", ["4x", "4x24", "8", "2x200Gb", "2x512MiB", "x24GB", "fourx24GB", "4x24XB", "0x24GB", "4x0GB", "", "-1x24GB"]
+)
 def test_what_is_no_hardware_is_told(text: str) -> None:
     with pytest.raises(UsageError, match=r"expected .*, got"):
         Hardware.parse(text)

@@ -184,7 +184,8 @@ def test_speeds_are_read_as_people_write_them() -> None:
 @pytest.mark.parametrize(
     "speeds",
     [{"link": "50GB"}, {"link": "50GB/s@10"}, {"node_link": "fast"}, {"tflops": "many"}, {"tflops": "tf8=3"},
-     {"tflops": "-1"}, {"nvme": "1TB@6GB"}, {"memory": "0GB/s"}],
+     {"tflops": "-1"}, {"tflops": "nan"}, {"tflops": "312e12"}, {"link": "400Gb/s"},
+     {"nvme": "1TB@6GB"}, {"memory": "0GB/s"}],
 )  # fmt: skip
 def test_what_is_no_speed_is_told(speeds: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=r"expected .*, got"):
