@@ -151,7 +151,7 @@ def test_what_is_needed_is_printed_where_nothing_fits(
     found = json.loads(capsys.readouterr().out)
     assert found["config"] is None and found["rows"] == []
     assert found["needed"][0].startswith("nothing fits; the closest is stage ")
-    shown = planning.text_of_choice(Choice(Hardware.parse("1GB"), [], found["needed"], None, 3, 1.0))
+    shown = planning.text_of_choice(Choice(Hardware.parse("2GB"), [], found["needed"], None, 3, 1.0))
     assert shown.splitlines() == [*found["needed"], "(3 plans in 1.0 s)"]
 
 
