@@ -227,9 +227,7 @@ def dry_run(
     recorder = Recorder(place.apart, lambda each: ledger.kind_of(each).startswith(_HOST_SIDE), lambda: ledger.phase)
     wire = SilentWire(place.ranks, recorder, host_waits=not place.apart)
     with ExitStack() as last:
-        last.enter_context(_without_collections())
-        last.enter_context(torch.random.fork_rng(devices=[]))
-        last.enter_context(torch.enable_grad())
+        last.enter_context(_as_always())
         mode = last.enter_context(without_values(on_gpu=place.apart, report=recorder.kernel))
         last.enter_context(ledger)
         last.enter_context(recorder)
@@ -249,9 +247,7 @@ def dry_run(
         with _told():
             alike = 0
             if steps == FORWARD_ALONE:
-                ledger.begin(FORWARD)
-                loss(engine(**batch()))
-                ledger.begin("")
+                _look_forward(engine, ledger, batch, loss)
             while alike < steps:
                 layout = engine._core.layout
                 wire.issued.clear()
@@ -269,6 +265,14 @@ def dry_run(
         ledger.begin("")
         engine.close()
     return found
+
+
+def _look_forward(
+    engine: Engine, ledger: Ledger, batch: Callable[[], Mapping[str, Any]], loss: Callable[[Any], Tensor]
+) -> None:
+    ledger.begin(FORWARD)
+    loss(engine(**batch()))
+    ledger.begin("")
 
 
 def _members(mesh: Mesh, group: str) -> Sequence[int]:
@@ -326,13 +330,15 @@ def _name_kept(ledger: Ledger, engine: Engine) -> None:
 
 
 @contextmanager
-def _without_collections() -> Iterator[None]:
-    """Inside, what lies in cycles stays, as it may in training between two collections: the same plan each time."""
+def _as_always() -> Iterator[None]:
+    """Inside, what lies in cycles stays, as it may in training between two collections, and gradients are there,
+    wherever a plan is made; random numbers that are drawn are given back."""
     collects = gc.isenabled()
     gc.collect()
     gc.disable()
     try:
-        yield
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            yield
     finally:
         if collects:
             gc.enable()
