@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from shardengine.budget.bucket_sizes import (
     ALONE,
+    HIDDEN_BY_CPU,
     BucketSizes,
     bucket_elements,
     prefetch_elements,
@@ -15,6 +16,7 @@ from shardengine.budget.memory import Footprint, outside_bytes, tell_choice, tel
 
 __all__ = [
     "ALONE",
+    "HIDDEN_BY_CPU",
     "BucketSizes",
     "Footprint",
     "bucket_elements",

@@ -5,8 +5,8 @@ Owns: which configs are tried, in what order they are shown. Must not know: how 
 [Note: Search] Every candidate is a stage, a place for what does not have to be on the device, and whether activations
 are computed again. Two quick plans, of one and of two samples, say how its need grows with a micro-batch, and so which
 is the largest; that one is planned quickly itself, because a larger one may have its peak elsewhere. Only what is
-chosen is planned with all that ``plan`` checks: where that says it does not fit, the next one is chosen. Places beside
-the device are tried only where without them no micro-batch is as large as asked: they are never faster.
+chosen is planned with all that ``plan`` checks: where that says it does not fit, the next one is chosen. Host memory is
+tried only where no micro-batch of ``_ENOUGH`` samples fits without it, to plan less.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardengine.config import load_config, read_tree
 from shardengine.errors import ConfigError, UsageError
 from shardengine.planner import batches
 from shardengine.planner.hardware import Hardware, show_bytes
-from shardengine.planner.memory_plan import Plan, Task, hardware_of, made, options_of
+from shardengine.planner.memory_plan import Plan, Task, Tier, hardware_of, made, options_of
 from shardengine.planner.no_values import without_values
 from shardengine.planner.rates import Rates
 
@@ -92,7 +92,8 @@ class Row:
 @dataclass(frozen=True)
 class Choice:
     """rows: the best that fit, best first, the first of them checked · needed: sentences, where none fits · config: the
-    first one's, as a file has it; None where none fits · tried: how many were planned · seconds: that it took."""
+    first one's, as a file has it; None where none fits · tried: how many were planned · seconds: that it took · plan:
+    the first one's with all that ``plan`` checks; those of the rows are quick ones."""
 
     hardware: Hardware
     rows: Sequence[Row]
@@ -296,16 +297,15 @@ class _Search:
             yield "states of 8 bits (data_types.optimizer_state_dtype)", self._where, {"config": eight}
 
 
-def _limit(one: Any, two: Any, second: int) -> float:
+def _limit(one: Tier, two: Tier, second: int) -> float:
     """Samples at which a tier is full, by its needs with one and with ``second``."""
     if one.has is None or two.peak <= one.peak:
         return float("inf")
     return 1 + (one.has - one.peak) * (second - 1) / (two.peak - one.peak)
 
 
-def _lacks(tier: Any) -> float:
-    need = max(tier.peak, tier.initialize)
-    return 0.0 if tier.has is None else max(0.0, need - tier.has) / max(1, tier.has)
+def _lacks(tier: Tier) -> float:
+    return 0.0 if tier.has is None else max(0.0, tier.need - tier.has) / max(1, tier.has)
 
 
 def global_batch(config: Mapping[str, Any], ranks: int) -> int | None:

@@ -70,8 +70,7 @@ def plan_amid(
     """``plan`` in a process that is going to train: random numbers, logs, the model and its modes stay as they were, no
     monitor is written. A text says why there is no plan, in a few words: that is no reason to end a run.
 
-    batch: makes a micro-batch. Other ranks may wait meanwhile: it ends when a part of ``timeout_s`` is over, and of
-    micro-batches that are added up two are enough.
+    batch: makes a micro-batch. Other ranks may wait meanwhile: it ends when a part of ``timeout_s`` is over.
     """
     log = logging.getLogger("shardengine")
     level, modes = log.level, [(module, module.training) for module in model.modules()]
@@ -136,9 +135,8 @@ def line_of(found: Plan | str) -> str:
         return f"none: {found}"
     tiers = []
     for tier in found.tiers:
-        need = max(tier.peak, tier.initialize)
         has = "" if tier.has is None else f" of {show_bytes(tier.has)}"
-        tiers.append(f"{tier.name} {show_bytes(need)}{has}{'' if tier.fits else ' (does not fit)'}")
+        tiers.append(f"{tier.name} {show_bytes(tier.need)}{has}{'' if tier.fits else ' (does not fit)'}")
     return f"{', '.join(tiers)} at most per rank"
 
 
@@ -253,7 +251,7 @@ def compare(found: Plan, taken: Taken) -> Comparison:
     planned = found.device.peak
     if taken.at_peak:
         return Comparison("at most", planned, taken.peak, _more(taken.at_peak, found.device.at_peak))
-    planned = max(planned, found.device.initialize)  # an allocator's peak is that of a whole life
+    planned = found.device.need  # an allocator's peak is that of a whole life
     others = sum(rests.values())
     return Comparison("at most", planned, taken.peak, {**rests, ACTIVATIONS: taken.peak - planned - others})
 

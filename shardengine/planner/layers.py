@@ -4,8 +4,8 @@ Owns: which modules are alike, how needs follow from those of shorter models. Mu
 
 [Note: Fewer layers] What a step keeps grows with each layer by the same bytes, and who needs most may be another moment
 in a deep model than in a shallow one. So each moment is followed by itself: the first layers, the last ones, what is
-before and after them, in each phase. Its bytes are a line through two depths. A third depth shows whether that holds;
-where it does not (buckets larger than the layers, layers that differ), the whole model runs.
+before and after them, in each phase. Its bytes are a line through two depths. A third depth shows whether that holds,
+and one forward of the whole model whether it keeps as much as is said; where not, the whole model runs.
 """
 
 from __future__ import annotations

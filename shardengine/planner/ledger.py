@@ -42,8 +42,17 @@ class _Storage:
     bytes: int
 
 
+class Mode(TorchDispatchMode):
+    """A dispatch mode that torch calls as it is."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: what torch wraps around every operation costs more than what is done here."""
+        return False
+
+
 @dataclass
-class Ledger(TorchDispatchMode):
+class Ledger(Mode):
     """Counts, inside. phase, unit: what goes on, and where · grain: bytes of which an allocation is a whole number, as
     an allocator rounds (512: CUDA's)."""
 
@@ -57,11 +66,6 @@ class Ledger(TorchDispatchMode):
 
     def __post_init__(self) -> None:
         super().__init__()
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """No: what torch wraps around every operation costs more than what is done here."""
-        return False
 
     def __hash__(self) -> int:
         return id(self)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardengine.budget import ALONE
 from shardengine.config import Config, load_config
 from shardengine.engine import Engine
 from shardengine.errors import UsageError
@@ -60,9 +61,14 @@ class Tier:
         return sum(self.at_rest.values())
 
     @property
+    def need(self) -> int:
+        """Bytes at most, at any time."""
+        return max(self.peak, self.initialize)
+
+    @property
     def fits(self) -> bool:
         """Whether what is needed at most is there."""
-        return self.has is None or max(self.peak, self.initialize) <= self.has
+        return self.has is None or self.need <= self.has
 
 
 @dataclass(frozen=True)
@@ -103,7 +109,7 @@ class Plan:
         """For people: a verdict for each tier."""
         said = []
         for tier in self.tiers:
-            need = max(tier.peak, tier.initialize)
+            need = tier.need
             if tier.has is None:
                 said.append(f"{tier.name}: {show_bytes(need)} per rank")
             elif tier.fits:
@@ -204,8 +210,6 @@ def _times(run: DryRun, rates: Rates, ranks: int, config: Config) -> Times:
     return carried_times((of(run.tape_before), found), run.depths[-2:], run.layers)
 
 
-_USUAL_BUCKET = 12_500_000
-"""Elements, where the engine chooses."""
 _RUN = 2
 """Micro-batches of a step that run dry, where there are more. Each later one finds in memory what the second has found,
 and lasts as long as the first."""
@@ -262,7 +266,7 @@ class Task:
     @property
     def _bucket(self) -> int:
         size = self.config.zero_optimization.reduce_bucket_size
-        return size if isinstance(size, int) else _USUAL_BUCKET
+        return size if isinstance(size, int) else ALONE
 
     @property
     def _optimizer_exists(self) -> bool:

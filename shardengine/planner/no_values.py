@@ -22,10 +22,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardengine import kernels
-from shardengine.planner.ledger import tensors_in
+from shardengine.planner.ledger import Mode, tensors_in
 
 _NONE: Mapping[nn.Module, Any] = MappingProxyType({})
 LARGE = 1 << 20
@@ -42,7 +41,7 @@ _IN_PLACE = frozenset({_aten.copy_.default, _aten.zero_.default, _aten.fill_.Sca
 _FROM_META = (_aten._to_copy.default, _aten.empty_like.default)
 
 
-class NoValues(TorchDispatchMode):
+class NoValues(Mode):
     """Inside, what is made of floating-point numbers, or is large, is fake ([Note: Without values])."""
 
     def __init__(self) -> None:
@@ -51,11 +50,6 @@ class NoValues(TorchDispatchMode):
 
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._kind = FakeTensor
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """No: what torch wraps around every operation costs more than what is done here."""
-        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

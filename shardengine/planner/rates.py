@@ -34,8 +34,6 @@ host's memory; the shares of limits that products and other operations reach; th
 seconds of an exchange of the host's messages."""
 NODE_LINK, LINK = Link(200e9, 10e-6), Link(25e9, 20e-6)
 """Declared of a rank in a node, and between nodes, where nobody says more."""
-HIDDEN_BY_CPU = 0.125
-"""Part of a collective's time that computation hides where the same processors do both (docs/limits.md)."""
 COMPUTE, HOST_STEP, TO_HOST, TO_DEVICE, DISK, BESIDE, PYTHON = (
     "compute", "host step", "copies to host", "copies to device", "disk", "other streams", "Python"
 )  # fmt: skip

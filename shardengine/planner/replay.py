@@ -24,13 +24,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from shardengine.budget import HIDDEN_BY_CPU
 from shardengine.planner.rates import (
     BESIDE,
     COMPUTE,
     CONTROL,
     DISK,
     FLOPS_IN,
-    HIDDEN_BY_CPU,
     HOST_STEP,
     NETWORK,
     NODE,

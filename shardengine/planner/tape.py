@@ -19,10 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardengine.planner import costs
-from shardengine.planner.ledger import tensors_in
+from shardengine.planner.ledger import Mode, tensors_in
 
 _READ = torch.ops.aten._local_scalar_dense.default
 
@@ -153,7 +152,7 @@ class Tape:
         return (event for event in self.events if isinstance(event, Begin))
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(Mode):
     """Writes a tape, inside and between ``start`` and ``stop``.
 
     is_host: whether the memory of a tensor is the host's, where the device is apart · phase: what goes on.
@@ -205,11 +204,6 @@ class Recorder(TorchDispatchMode):
             self._of_phase = phase
             self.tape.events.append(Phase(phase))
         self.tape.events.append(event)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """No: what torch wraps around every operation costs more than what is done here."""
-        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

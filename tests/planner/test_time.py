@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from benchmarks.plan import loss_of
 from benchmarks.plan_cases import Case, Text, words
 from shardengine import Hardware, kernels, plan
+from shardengine.budget import HIDDEN_BY_CPU
 from shardengine.comm import GroupSpeed
 from shardengine.errors import UsageError
 from shardengine.kernels import Spans
@@ -26,7 +27,6 @@ from shardengine.planner.rates import (
     COMPUTE,
     CONTROL,
     DISK,
-    HIDDEN_BY_CPU,
     HOST_STEP,
     NETWORK,
     NODE,
