@@ -95,7 +95,7 @@ def plan_amid(
         for module, trains in modes:
             vars(module)["training"] = trains
     if isinstance(found, str):
-        gc.collect()  # an engine that was not closed, and its thread
+        gc.collect()  # what the exception held
     return found
 
 

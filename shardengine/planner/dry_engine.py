@@ -14,7 +14,7 @@ import gc
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -242,6 +242,7 @@ def dry_run(
             platform=lambda _: _Imagined(place, ledger, recorder), wire=wire, node_ranks=place.node_ranks,
         )  # fmt: skip
         engine = initialize(model, config, mesh=mesh, **(options or {}))
+        last.callback(_close, engine)
         _name_kept(ledger, engine)
         _tell_units(ledger, engine.module)
         with _told():
@@ -265,6 +266,12 @@ def dry_run(
         ledger.begin("")
         engine.close()
     return found
+
+
+def _close(engine: Engine) -> None:
+    """Where a model has failed amid a step: what is wrong with it is told, and not what follows from that."""
+    with suppress(Exception):
+        engine.close()
 
 
 def _look_forward(
