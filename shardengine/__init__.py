@@ -8,7 +8,8 @@
 Importing it loads torch and nothing else that is heavy.
 
 Beside the packages: errors · trace (events in the Chrome trace format) · other_engines (names of other libraries that
-people call here, and what to call instead) · pretrained (load_pretrained) · lion, monitors (public names) · version
+people call here, and what to call instead) · start (initialize) · pretrained (load_pretrained) · lion, monitors (public
+names) · version
 """
 
 import gc
@@ -19,12 +20,13 @@ gc.disable()  # a collection looks at every object of torch, which takes longer 
 try:
     from shardengine.comm import Mesh, launch
     from shardengine.config import Config, load_config
-    from shardengine.engine import Engine, initialize
+    from shardengine.engine import Engine
     from shardengine.errors import ConfigError, ShardEngineError
     from shardengine.loading import meta_init
     from shardengine.other_engines import missing_in_package
     from shardengine.planner import Choice, Hardware, Plan, choose, plan
     from shardengine.pretrained import load_pretrained
+    from shardengine.start import initialize
     from shardengine.version import __version__
 finally:
     if _collects:

@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardengine.comm import Collectives, Mesh, meeting, run_on_all_ranks
-from shardengine.comm import mesh as mesh_module
+from shardengine.comm import Collectives, run_on_all_ranks
 from shardengine.config import Config, load_or_default
-from shardengine.engine import Engine, initialize
+from shardengine.engine import Engine, mesh_of
 from shardengine.errors import UsageError
 from shardengine.loading import meta_init
 from shardengine.offload import BufferPool
+from shardengine.start import initialize
 
 _OF_INITIALIZE = [name for name in inspect.signature(initialize).parameters if name not in ("model", "config")]
 _NOT_HERE = {
@@ -54,9 +54,7 @@ def load_pretrained(
     if dtype is not None:
         options["dtype"] = dtype
     owned = given.get("mesh") is None
-    mesh: Mesh = given.pop("mesh", None) or mesh_module.build(
-        timeout_s=load_or_default(config, None).timeout_s, owned=True, meet=meeting.meet_before_groups
-    )
+    mesh = mesh_of(given.pop("mesh", None), load_or_default(config).timeout_s)
     try:
         collectives = Collectives(mesh, BufferPool(mesh.platform))
         model = run_on_all_ranks(collectives, f"loading {name}", lambda: _make(name, model_class, options))

@@ -16,11 +16,19 @@ from __future__ import annotations
 from shardengine.config import kinds
 from shardengine.config.json_schema import json_schema
 from shardengine.config.kinds import nearest, plain
-from shardengine.config.load import NOT_CLIPPED, Config, fitting_ranks, load_config, load_or_default
+from shardengine.config.load import (
+    NOT_CLIPPED,
+    Config,
+    automatic_keys,
+    fitting_ranks,
+    load_config,
+    load_or_default,
+)
 from shardengine.config.reader import NO_EFFECT_BECAUSE, READ_AS, Source, read_tree
 from shardengine.config.schema import (
     KEYS,
     SECTIONS,
+    STAGES,
     STEPPING_APART,
     TRIPLE,
     AioConfig,
@@ -40,6 +48,7 @@ __all__ = [
     "NO_EFFECT_BECAUSE",
     "READ_AS",
     "SECTIONS",
+    "STAGES",
     "STEPPING_APART",
     "TRIPLE",
     "AioConfig",
@@ -53,6 +62,7 @@ __all__ = [
     "SinkConfig",
     "Source",
     "ZeroConfig",
+    "automatic_keys",
     "fitting_ranks",
     "json_schema",
     "kinds",

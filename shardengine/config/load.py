@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 from shardengine.config.checks import EQUATION, MISSING_TRIPLE, check_together
 from shardengine.config.kinds import FrozenMapping, describe, frozen, plain
 from shardengine.config.reader import Reader, Source, read_json
-from shardengine.config.schema import KEYS, SECTION_TYPES, TRIPLE, Status, TopLevel
+from shardengine.config.schema import KEYS, SECTION_TYPES, STAGES, TRIPLE, Status, TopLevel
 from shardengine.errors import ConfigError, UsageError
 
 
@@ -131,12 +132,22 @@ def fitting_ranks(total: int, each: int) -> list[int]:
     return sorted({*small, *(portions // number for number in small)})
 
 
+def automatic_keys(tree: Mapping[str, Any]) -> frozenset[str]:
+    """The dotted names of the keys that are "auto" in ``tree``, under their current names, whatever else is wrong."""
+    reader = Reader()
+    reader.read(plain(tree))
+    return frozenset(reader.automatic)
+
+
 def load_or_default(config: Any, auto: Mapping[str, Any] | None = None) -> Config:
-    """As ``load_config``; the defaults where the config is wrong, which is said a moment later on every rank."""
-    try:
-        return load_config(config, auto)
-    except ConfigError:
-        return Config()
+    """As ``load_config``; the defaults where the config is wrong, which is said a moment later on every rank.
+
+    A stage that is "auto" still is one of those that the rest goes with.
+    """
+    for stage in STAGES:
+        with suppress(ConfigError):
+            return load_config(config, {"zero_optimization.stage": stage, **(auto or {})})
+    return Config()
 
 
 def _build(tree: dict[str, Any], source: str, auto: Mapping[str, Any] | None = None) -> Config:

@@ -553,6 +553,7 @@ KEYS: dict[str, Key] = {each.name: each for each in _keys()}
 SECTIONS: frozenset[str] = frozenset(name[:dot] for name in KEYS for dot in range(len(name)) if name[dot] == ".")
 """Every dotted name whose value is an object with declared keys."""
 
+STAGES = (0, 1, 2, 3)
 TRIPLE = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 """The batch sizes, any of which may follow from the others."""
 

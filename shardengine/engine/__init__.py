@@ -1,8 +1,8 @@
 """The public object, and every operation that needs all parts at once.
 
-engine              initialize, and the public class: every method, save_checkpoint and load_checkpoint included
+engine              the public class: every method, save_checkpoint and load_checkpoint included
 inspection          what it says about itself: memory(), traffic(), learning rates
-arguments           what initialize is called with
+arguments           what ``initialize`` is called with
 core                the record of the parts that most files here are handed
 assembly, closing   the parts put together, and taken apart
 rebuild             a new layout between steps: unfreezing, add_param_group
@@ -24,15 +24,19 @@ Must not know: the files of checkpoints (loaded at the first call), the commands
 
 from __future__ import annotations
 
+from shardengine.engine import arguments
 from shardengine.engine.core import Core
-from shardengine.engine.engine import Engine, initialize
-from shardengine.engine.inspection import Inspection
+from shardengine.engine.engine import Engine
+from shardengine.engine.inspection import Inspection, check_free
 from shardengine.engine.monitors import Monitor
+from shardengine.engine.shard_groups import mesh_of
 
 __all__ = [
     "Core",
     "Engine",
     "Inspection",
     "Monitor",
-    "initialize",
+    "arguments",
+    "check_free",
+    "mesh_of",
 ]

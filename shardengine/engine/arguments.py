@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -24,6 +24,12 @@ from shardengine.other_engines import about_argument
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
+OptimizerLike = (
+    torch.optim.Optimizer
+    | Sequence[torch.optim.Optimizer]
+    | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    | None
+)
 _NO_MEMBER = dist.GroupMember.NON_GROUP_MEMBER
 """What torch gives a rank that is not in the group."""
 _ORDER = "expected initialize(model, config, optimizer=..., lr_scheduler=...)"
@@ -62,6 +68,8 @@ def _check(
     mesh: Any = None,
     monitors: Any = (),
     weights: Any = None,
+    batch: Any = None,
+    loss: Any = None,
 ) -> None:
     """``UsageError`` for the first argument that is of another kind than it can be."""
     if torch.is_inference_mode_enabled():
@@ -106,6 +114,18 @@ def _check(
     if not (weights is None or isinstance(weights, (str, Path)) or hasattr(weights, "read")):
         cure = ": model.load_state_dict does that, before initialize" if isinstance(weights, Mapping) else ""
         raise _refused("weights", "a folder of safetensors files, a reader (loading.Reader) or None", weights, cure)
+    if not (batch is None or isinstance(batch, Mapping)):
+        cure = ": engine(**batch) has to work, and dict(name=...) makes one"
+        raise _refused("batch", "a mapping of what the model's forward takes, by name, or None", batch, cure)
+    if not (loss is None or callable(loss)):
+        raise _refused("loss", "a function of what the model's forward returns, or None", loss, "")
+
+
+def said_by(optimizer: OptimizerLike) -> dict[str, Any]:
+    """What a given optimizer says of the config's "auto"."""
+    if not isinstance(optimizer, torch.optim.Optimizer) or optimizer.defaults.get("lr") is None:
+        return {}
+    return {"optimizer.params.lr": float(optimizer.defaults["lr"])}
 
 
 def _refused(name: str, expected: str, value: Any, cure: str) -> UsageError:

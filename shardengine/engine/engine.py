@@ -20,8 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardengine import other_engines
-from shardengine.comm import Collectives, Mesh, meeting, run_on_all_ranks
-from shardengine.comm import mesh as mesh_module
+from shardengine.comm import Collectives, Mesh, run_on_all_ranks
 from shardengine.config import NOT_CLIPPED, Config, load_config, load_or_default
 from shardengine.ddp import Phase
 from shardengine.engine import (
@@ -47,7 +46,7 @@ from shardengine.engine.core import Core
 from shardengine.engine.inspection import Inspection, Report, attached, check_free
 from shardengine.engine.monitors import Monitor, Monitors
 from shardengine.engine.recovery import ForWith, reports_failure, reports_failure_with
-from shardengine.engine.shard_groups import group_size, in_shard_groups
+from shardengine.engine.shard_groups import group_size, in_shard_groups, mesh_of
 from shardengine.engine.tracing import traced
 from shardengine.errors import UsageError
 from shardengine.loading import Source, Weights
@@ -68,48 +67,6 @@ if TYPE_CHECKING:
     from shardengine.checkpoint import Checkpoint
 
 _log = logging.getLogger(__name__)
-_OptimizerLike = (
-    torch.optim.Optimizer
-    | Sequence[torch.optim.Optimizer]
-    | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-    | None
-)
-
-
-@arguments.checked
-def initialize(
-    model: nn.Module,
-    config: Mapping[str, Any] | str | Path | Config,
-    *,
-    optimizer: _OptimizerLike = None,
-    model_parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None = None,
-    lr_scheduler: Any = None,
-    mesh: Mesh | DeviceMesh | ProcessGroup | None = None,
-    monitors: Sequence[Monitor] = (),
-    weights: Weights = None,
-) -> Engine:
-    """Partition ``model`` over the data-parallel ranks as ``config`` says and return the engine that trains it.
-
-    Collective: every rank calls it with the same model, config and optimizer. The model moves to this rank's device
-    (one flat buffer at a time) and takes rank 0's values, so that on other ranks it may be on the meta device; a model
-    made inside of ``meta_init`` has none on any rank, and each gets its own part alone. Its parameters stay the user's
-    own objects under their own names.
-
-    config: a dict, the path of a JSON file, or a Config · optimizer: a torch optimizer over ``model.parameters()`` that
-    has not stepped yet (class, options and groups are taken over; its ``step()`` and ``zero_grad()`` are the engine's
-    until ``close()``), [torch.optim.Muon(...), torch.optim.AdamW(...)], a function from a list of parameters to one,
-    or None (from the config, over ``model_parameters`` or all trainable parameters) · lr_scheduler: a scheduler, a
-    function from the engine's optimizer to one, or None (from the config) · mesh: the data-parallel ranks, where they
-    are not all: torch's DeviceMesh of one dimension, or of two, ("replicate", "shard"), for hybrid sharding; a process
-    group; or the result of an own ``comm.mesh.build`` · monitors: objects that rank 0 gives the numbers of every step
-    (`monitors.Monitor`), beside those of the config · weights: for a model without values: a folder of safetensors
-    files, one such file, or a `loading.Reader`; every rank reads the parts that it keeps, what is not there begins as
-    the model's own code has it.
-
-    Raises ConfigError (every problem of the config at once), UsageError (model or optimizer that cannot be served),
-    MismatchError (ranks disagree; names them).
-    """
-    return Engine(model, config, optimizer, model_parameters, lr_scheduler, mesh, monitors, weights)
 
 
 class Engine(Inspection):
@@ -119,22 +76,22 @@ class Engine(Inspection):
         self,
         model: nn.Module,
         config: Mapping[str, Any] | str | Path | Config,
-        optimizer: _OptimizerLike = None,
+        optimizer: arguments.OptimizerLike = None,
         model_parameters: Iterable[Any] | None = None,
         lr_scheduler: Any = None,
         mesh: Mesh | DeviceMesh | ProcessGroup | None = None,
         monitors: Sequence[Monitor] = (),
         weights: Weights = None,
+        auto: Mapping[str, Any] | None = None,
     ) -> None:
-        """As ``initialize``."""
+        """As ``initialize``; auto: as for ``load_config``."""
         self.module = model
         self._give_back: Callable[[], None] = lambda: None
-        if not isinstance(mesh, Mesh):
-            said = load_or_default(config, _known(optimizer))
-            options: Any = {"timeout_s": said.timeout_s, "owned": True, "meet": meeting.meet_before_groups}
-            mesh = mesh_module.build(**options) if mesh is None else mesh_module.of_ranks(mesh, **options)
+        auto = {**arguments.said_by(optimizer), **(auto or {})}
+        mesh = mesh_of(mesh, load_or_default(config, auto).timeout_s)
+        reads = lambda ranks: load_config(config, auto).resolve_batch(ranks)  # noqa: E731
         try:
-            self._build(mesh, config, optimizer, model_parameters, lr_scheduler, monitors, weights)
+            self._build(mesh, reads, optimizer, model_parameters, lr_scheduler, monitors, weights)
         except BaseException:
             mesh.abandon()
             raise
@@ -152,8 +109,8 @@ class Engine(Inspection):
     def _build(
         self,
         mesh: Mesh,
-        config: Any,
-        optimizer: _OptimizerLike,
+        reads: Callable[[int], Config],
+        optimizer: arguments.OptimizerLike,
         parameters: Any,
         lr_scheduler: Any,
         user_monitors: Sequence[Monitor],
@@ -165,7 +122,7 @@ class Engine(Inspection):
         def read() -> tuple[Config, OptimizerForm, Source | None]:
             check_free(self.module)
             monitors.check(user_monitors)
-            resolved = load_config(config, _known(optimizer)).resolve_batch(mesh.ranks)
+            resolved = reads(mesh.ranks)
             group_size(resolved, mesh)
             form = groups_for(self.module, resolved, optimizer, parameters)
             return resolved, form, Source.of(self.module, weights, f" (rank {mesh.rank})")
@@ -842,10 +799,3 @@ class Engine(Inspection):
         if given is None and self.config.scheduler is None:
             return None
         return lr_schedules.make(given, self.config.scheduler, self._need_optimizer("a learning-rate scheduler"))
-
-
-def _known(optimizer: _OptimizerLike) -> dict[str, Any] | None:
-    """What a given optimizer says of the config's "auto"."""
-    if not isinstance(optimizer, torch.optim.Optimizer) or optimizer.defaults.get("lr") is None:
-        return None
-    return {"optimizer.params.lr": float(optimizer.defaults["lr"])}

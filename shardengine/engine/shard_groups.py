@@ -1,16 +1,32 @@
-"""Which ranks share a shard group, from the config and the mesh. Must not know: what is sharded over them."""
+"""Which ranks an engine has, and which of them share a shard group, from the config and what ``initialize`` was given.
+
+Must not know: what is sharded over them.
+"""
 
 from __future__ import annotations
 
 import logging
+from typing import Any
+
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardengine import stages
-from shardengine.comm import Collectives, Mesh, compare
+from shardengine.comm import Collectives, Mesh, compare, meeting
+from shardengine.comm import mesh as mesh_module
 from shardengine.config import STEPPING_APART, Config
 from shardengine.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 _AT_ONCE = {"power_sgd": "it brings the sum of all ranks at once", "noop": "it leaves every rank its own gradient"}
+
+
+def mesh_of(given: Mesh | DeviceMesh | ProcessGroup | None, timeout_s: float) -> Mesh:
+    """The mesh that ``initialize(mesh=given)`` asks for; collective. Of its own groups, unless it was one already."""
+    if isinstance(given, Mesh):
+        return given
+    options: Any = {"timeout_s": timeout_s, "owned": True, "meet": meeting.meet_before_groups}
+    return mesh_module.build(**options) if given is None else mesh_module.of_ranks(given, **options)
 
 
 def group_size(config: Config, mesh: Mesh) -> int:

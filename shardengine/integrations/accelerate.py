@@ -31,8 +31,9 @@ from accelerate.utils import MODEL_NAME, is_compiled_module
 from torch import Tensor, nn
 
 from shardengine.config import TRIPLE, Config, load_config, read_tree
-from shardengine.engine import Engine, initialize
+from shardengine.engine import Engine
 from shardengine.errors import UsageError
+from shardengine.start import initialize
 
 _log = logging.getLogger(__name__)
 _KINDS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)

@@ -4,6 +4,8 @@ memory_plan   `shardengine.plan`: what each tier needs, and whether it fits
 choice        `shardengine.choose`: the fastest config that fits
 hardware      what there is, as people write it
 machine       what there is, here
+automatic     what a config leaves to "auto", decided at ``initialize``
+amid          planning in a process that trains
 comparison    a plan beside the run for which it was made
 batches       a micro-batch for a model of transformers
 dry_engine    some steps of an engine as one rank of many
@@ -24,7 +26,9 @@ Must not know: how ranks are started, how a plan is printed.
 
 from __future__ import annotations
 
+from shardengine.planner import automatic, batches
 from shardengine.planner.absent_ranks import AbsentMesh, EchoStore, Issued, Silent, SilentWire, absent_mesh
+from shardengine.planner.amid import plan_amid
 from shardengine.planner.calibration import measured, measured_calls
 from shardengine.planner.choice import Choice, choose, table_of
 from shardengine.planner.comparison import (
@@ -33,7 +37,6 @@ from shardengine.planner.comparison import (
     Taken,
     compare,
     line_of,
-    plan_amid,
     taken_by,
     watched,
 )
@@ -71,6 +74,8 @@ __all__ = [
     "Tier",
     "Times",
     "absent_mesh",
+    "automatic",
+    "batches",
     "choose",
     "compare",
     "dry_run",

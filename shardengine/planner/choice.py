@@ -1,26 +1,31 @@
 """``shardengine.choose``: which config is the fastest that fits, and what would be needed where none does.
 
-Owns: which configs are tried, in what order they are shown. Must not know: how bytes and seconds are found (plans).
+Owns: which configs are tried, in what order they are shown. Must not know: how bytes and seconds are found (plans),
+who leaves what open (automatic).
 
 [Note: Search] Every candidate is a stage, a place for what does not have to be on the device, and whether activations
 are computed again. Two quick plans, of one and of two samples, say how its need grows with a micro-batch, and so which
 is the largest; that one is planned quickly itself, because a larger one may have its peak elsewhere. Only what is
 chosen is planned with all that ``plan`` checks: where that says it does not fit, the next one is chosen. Host memory is
 tried only where no micro-batch of ``_ENOUGH`` samples fits without it, to plan less.
+
+[Note: What is open] ``choose`` looks for all of this. Where a config says most of it, what it says stays, and only what
+is ``Open`` is looked for; what else would help is tried where nothing fits, to be told.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from shardengine.config import load_config, read_tree
+from shardengine.config import STAGES, TRIPLE, load_config, read_tree
 from shardengine.errors import ConfigError, UsageError
 from shardengine.planner import batches
 from shardengine.planner.hardware import Hardware, show_bytes
@@ -42,22 +47,32 @@ _PLACES: Mapping[str, Mapping[str, Any]] = {
     _STATES: {"offload_optimizer": _HOST},
     _ALL: {"offload_optimizer": _HOST, "offload_param": _HOST},
 }
+_WHOLE, _MICRO, _STEPS = TRIPLE
 _OURS = ("stage", "offload_optimizer", "offload_param", "zero_hpz_partition_size")
+
+
+class Open(NamedTuple):
+    """What of a config is chosen ([Note: What is open])."""
+
+    stage: bool = True
+    micro_batch: bool = True
+    rest: bool = True
 
 
 @dataclass(frozen=True)
 class Candidate:
     """stage · place: of states and weights · again: activations are computed again · kept: ranks of a node over which
-    weights stay sharded after forward (hpZ), 0: none · samples: of a micro-batch."""
+    weights stay sharded after forward (hpZ), 0: none · samples: of a micro-batch. None: as the config says."""
 
-    stage: int
-    place: str = _GPU
-    again: bool = False
+    stage: int | None
+    place: str | None = _GPU
+    again: bool | None = False
     kept: int = 0
-    samples: int = 1
+    samples: int | None = 1
 
     def __str__(self) -> str:
-        words = [f"stage {self.stage}", *([self.place] if self.place != _GPU else [])]
+        words = ["the stage of the config" if self.stage is None else f"stage {self.stage}"]
+        words += [self.place] if self.place not in (None, _GPU) else []
         words += ["activations again"] if self.again else []
         words += [f"weights kept in nodes of {self.kept}"] if self.kept else []
         return ", ".join(words)
@@ -65,28 +80,34 @@ class Candidate:
     def config(self, base: Mapping[str, Any], ranks: int) -> dict[str, Any]:
         """``base`` with this in it. A global batch that it names, or that follows from it, stays."""
         found = copy.deepcopy(dict(base))
-        zero = {key: value for key, value in dict(found.get("zero_optimization") or {}).items() if key not in _OURS}
-        zero |= {"stage": self.stage, **_PLACES[self.place]}
-        zero |= {"zero_hpz_partition_size": self.kept} if self.kept else {}
-        found["zero_optimization"] = zero
-        if self.again:
-            found["activation_checkpointing"] = {**(found.get("activation_checkpointing") or {}), "enabled": True}
-        elif "activation_checkpointing" in found:
-            found["activation_checkpointing"] = {**(found["activation_checkpointing"] or {}), "enabled": False}
-        whole = global_batch(base, ranks)
-        found.pop("gradient_accumulation_steps", None)
-        found |= {"train_micro_batch_size_per_gpu": self.samples}
-        found |= {"gradient_accumulation_steps": 1} if whole is None else {"train_batch_size": whole}
+        zero = dict(found.get("zero_optimization") or {})
+        if self.place is not None:
+            zero = {key: value for key, value in zero.items() if key not in _OURS}
+            zero |= _PLACES[self.place]
+            zero |= {"zero_hpz_partition_size": self.kept} if self.kept else {}
+        found["zero_optimization"] = zero | ({} if self.stage is None else {"stage": self.stage})
+        if self.again or (self.again is not None and "activation_checkpointing" in found):
+            said = found.get("activation_checkpointing") or {}
+            found["activation_checkpointing"] = {**said, "enabled": self.again}
+        if self.samples is not None:
+            whole, steps = global_batch(base, ranks), _number(base, _STEPS) or 1
+            found.pop(_STEPS, None)
+            found |= {_MICRO: self.samples, **({_STEPS: steps} if whole is None else {_WHOLE: whole})}
         return found
 
 
 @dataclass(frozen=True)
 class Row:
-    """A candidate that fits. samples_per_s: of all ranks together."""
+    """A candidate that fits. samples_per_s: of all ranks together · samples: of its micro-batch."""
 
     candidate: Candidate
     plan: Plan
     samples_per_s: float
+
+    @property
+    def samples(self) -> int:
+        """See ``Row``."""
+        return self.plan.config.train_micro_batch_size_per_gpu or 1
 
 
 @dataclass(frozen=True)
@@ -106,7 +127,7 @@ class Choice:
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         rows = [
-            {"candidate": str(row.candidate), "micro_batch": row.candidate.samples,
+            {"candidate": str(row.candidate), "micro_batch": row.samples,
              "samples_per_second": row.samples_per_s, "plan": row.plan.as_dict()}
             for row in self.rows
         ]  # fmt: skip
@@ -133,7 +154,6 @@ def choose(
     of any number of samples, the first size of its tensors · told: hears what is planned at the moment · the rest as
     for ``plan``. Where nothing fits, ``Choice.needed`` says what would.
     """
-    began = time.perf_counter()
     where, options = hardware_of(hardware, "choose"), options_of(options, "choose")
     if not isinstance(config, (str, Path, Mapping)):
         raise UsageError(f"choose: expected config to be a mapping, or a file of one, got {type(config).__name__}")
@@ -142,15 +162,39 @@ def choose(
         whole = made(model)
         given = None if batch is None else batches.on_host(batch)
         one = given or batches.example(whole, 1, length)
-    search = _Search(whole, base, where, one, loss, rates or Rates.given(where), options, told)
-    rows, whole_plan = search.checked(search.rows())
-    needed = [] if rows else search.needed()
-    found = rows[0].candidate.config(base, where.ranks) if rows else None
-    return Choice(where, rows, needed, found, search.tried, time.perf_counter() - began, whole_plan)
+    return search(whole, base, where, one, loss=loss, rates=rates or Rates.given(where), options=options, told=told)
 
 
-_Change = tuple[str, Hardware, dict[str, Any]]
-"""What is other, in words · the hardware · "batch" or "config" in the place of the asked one."""
+def search(
+    model: nn.Module,
+    base: Mapping[str, Any],
+    where: Hardware,
+    batch: Mapping[str, Any],
+    *,
+    rates: Rates,
+    open_: Open = Open(),  # noqa: B008 (it cannot be changed)
+    loss: Callable[[Any], Tensor] = batches.loss_of,
+    options: Mapping[str, Any] | None = None,
+    auto: Mapping[str, Any] | None = None,
+    told: Callable[[str], None] = lambda text: None,
+) -> Choice:
+    """As ``choose``; open_: what is chosen, the rest is as ``base`` says · auto: as for ``load_config``."""
+    began = time.perf_counter()
+    found = _Search(model, base, where, batch, open_, loss, rates, options or {}, auto or {}, told)
+    rows, whole_plan = found.checked(found.rows())
+    needed = [] if rows else found.needed()
+    config = rows[0].candidate.config(base, where.ranks) if rows else None
+    return Choice(where, rows, needed, config, found.tried, time.perf_counter() - began, whole_plan)
+
+
+class _Change(NamedTuple):
+    """words: of what is other · where, base, batch: in the place of the asked ones, None: those."""
+
+    words: str
+    candidate: Candidate
+    where: Hardware | None = None
+    base: Mapping[str, Any] | None = None
+    batch: Mapping[str, Any] | None = None
 
 
 class _Search:
@@ -160,7 +204,7 @@ class _Search:
         self, model: nn.Module, base: Mapping[str, Any], where: Hardware, batch: Mapping[str, Any], *more: Any
     ) -> None:
         self._model, self._base, self._where, self._batch = model, base, where, batch
-        self._loss, self._rates, self._options, self._told = more
+        self._open, self._loss, self._rates, self._options, self._auto, self._told = more
         self._samples = next((each.shape[0] for each in batch.values() if isinstance(each, Tensor) and each.dim()), 1)
         if not self._grows():
             raise UsageError(
@@ -177,31 +221,40 @@ class _Search:
 
     def rows(self) -> list[Row]:
         """Of all that fit, best first."""
-        found: list[Row] = []
+        if not self._open.rest:
+            found = [row for kind in self._as_said() for row in self._largest(kind)]
+            return sorted(found, key=lambda row: -row.samples_per_s)
+        found = []
         for place in _PLACES if self._where.is_gpu else (_GPU,):
-            if place != _GPU and any(row.candidate.samples >= min(_ENOUGH, self._most) for row in found):
+            if place != _GPU and any(row.samples >= min(_ENOUGH, self._sizes[-1]) for row in found):
                 break
             for again in (False, True):
                 for kind in self._kinds(place, again):
                     found += self._largest(kind)
         return sorted(found, key=lambda row: -row.samples_per_s)
 
+    def _as_said(self) -> Iterator[Candidate]:
+        """Those that leave what the config says, but for what is open."""
+        smallest = self._sizes[0] if self._open.micro_batch else None
+        for stage in self._stages(STAGES) if self._open.stage else (None,):
+            yield Candidate(stage, None, None, samples=smallest)
+
+    def _stages(self, all_: Sequence[int]) -> Sequence[int]:
+        """With one micro-batch a step stage 2 sends what stage 1 does, and keeps less."""
+        several = global_batch(self._base, self._where.ranks) is not None or (_number(self._base, _STEPS) or 1) > 1
+        return all_ if several else [stage for stage in all_ if stage != 1]
+
     def _kinds(self, place: str, again: bool) -> Iterator[Candidate]:
-        steps = global_batch(self._base, self._where.ranks) is not None  # else stage 2 sends what stage 1 does
-        numbers = {_GPU: (0, 1, 2, 3) if steps else (0, 2, 3), _STATES: (1, 2, 3) if steps else (2, 3), _ALL: (3,)}
-        for stage in numbers[place] if self._where.ranks > 1 else numbers[place][:1]:
+        numbers = self._stages({_GPU: STAGES, _STATES: (1, 2, 3), _ALL: (3,)}[place])
+        for stage in numbers if self._where.ranks > 1 else numbers[:1]:
             yield Candidate(stage, place, again)
         node = self._where.node_ranks or self._where.ranks
         if place == _GPU and 1 < node < self._where.ranks:
             yield Candidate(3, place, again, kept=node)
 
-    @property
-    def _most(self) -> int:
-        """Samples of the largest micro-batch."""
-        whole = global_batch(self._base, self._where.ranks)
-        return _LARGEST if whole is None else max(1, whole // self._where.ranks)
-
+    @functools.cached_property
     def _sizes(self) -> list[int]:
+        """Samples of the micro-batches that are tried, at least one."""
         whole = global_batch(self._base, self._where.ranks)
         if whole is None:
             return [1 << power for power in range(_LARGEST.bit_length()) if 1 << power <= _LARGEST]
@@ -209,11 +262,12 @@ class _Search:
         return [size for size in range(1, of_rank + 1) if of_rank % size == 0]
 
     def _largest(self, kind: Candidate) -> list[Row]:
-        """With the smallest two micro-batches, and with the largest that fits."""
+        """With the smallest two micro-batches, and with the largest that fits; with that of the config alone, where
+        it says one."""
         one = self._quick(kind)
         if one is None or not one.fits:
             return []
-        sizes, found = self._sizes(), [self._row(kind, one)]
+        sizes, found = self._sizes if self._open.micro_batch else [], [self._row(kind, one)]
         two = self._quick(replace(kind, samples=sizes[1])) if len(sizes) > 1 else None
         if two is None or not two.fits:
             return found
@@ -227,23 +281,24 @@ class _Search:
         return found
 
     def _row(self, candidate: Candidate, plan: Plan) -> Row:
-        assert plan.time is not None
-        samples = candidate.samples * (plan.config.gradient_accumulation_steps or 1) * self._where.ranks
-        return Row(candidate, plan, samples / plan.time.seconds)
+        assert plan.time is not None and plan.config.train_batch_size is not None
+        return Row(candidate, plan, plan.config.train_batch_size / plan.time.seconds)
 
     def _quick(self, candidate: Candidate) -> Plan | None:
         """None: the engine, or the model, does not take it."""
         if candidate not in self._known:
-            self._told(f"{candidate}, micro-batches of {candidate.samples}")
-            self._known[candidate] = self._plan(candidate, self._where, quick=True)
+            self._told(_words(candidate))
+            self._known[candidate] = self._plan(_Change("", candidate), quick=True)
         return self._known[candidate]
 
-    def _plan(self, candidate: Candidate, where: Hardware, *, quick: bool, **changed: Any) -> Plan | None:
+    def _plan(self, change: _Change, *, quick: bool) -> Plan | None:
         self.tried += 1
-        base = {**self._base, **changed.get("config", {})}
-        batch = batches.resized(changed.get("batch", self._batch), self._samples, candidate.samples)
+        where = change.where or self._where
         try:
-            config = load_config(candidate.config(base, where.ranks)).resolve_batch(where.ranks)
+            tree = change.candidate.config(change.base or self._base, where.ranks)
+            config = load_config(tree, self._auto).resolve_batch(where.ranks)
+            samples = config.train_micro_batch_size_per_gpu or 1
+            batch = batches.resized(change.batch or self._batch, self._samples, samples)
             task = Task(self._model, batch, config, where, self._loss, self._options)
             return task.plan(task.run_quickly() if quick else task.run_all(exact=False), self._rates)
         except (ConfigError, UsageError, ValueError) as error:
@@ -256,8 +311,8 @@ class _Search:
         if not any(self._known.values()):
             raise UsageError(f"choose: no config can be planned: {self._problems[0]}")
         for place, row in enumerate(rows[:_CHECKED]):
-            self._told(f"check: {row.candidate}, micro-batches of {row.candidate.samples}")
-            whole = self._known[row.candidate] = self._plan(row.candidate, self._where, quick=False)
+            self._told(f"check: {_words(row.candidate)}")
+            whole = self._known[row.candidate] = self._plan(_Change("", row.candidate), quick=False)
             if whole is not None and whole.fits:
                 return rows[place : place + SHOWN], whole
         return [], None
@@ -266,35 +321,51 @@ class _Search:
         """The smallest change of each kind with which the candidate fits that lacks least."""
         known = [(candidate, plan) for candidate, plan in self._known.items() if plan is not None]
         closest, plan = min(known, key=lambda each: max(_lacks(tier) for tier in each[1].tiers))
-        told = [f"nothing fits; the closest is {closest} with micro-batches of {closest.samples}: "
-                + "; ".join(plan.sentences())]  # fmt: skip
-        for kind in (self._more_ranks(), self._shorter(), self._smaller_states()):
-            for what, where, changed in kind:
-                self._told(f"would it fit with {what}?")
-                found = self._plan(closest, where, quick=False, **changed)
+        told = [f"nothing fits; the closest is {_words(closest)}: {'; '.join(plan.sentences())}"]
+        for kind in (self._other_places, self._more_ranks, self._shorter, self._smaller_states):
+            for change in kind(closest):
+                self._told(f"would it fit with {change.words}?")
+                found = self._plan(change, quick=False)
                 if found is not None and found.fits:
-                    told.append(f"it would fit with {what}: {'; '.join(found.sentences())}")
+                    told.append(f"it would fit with {change.words}: {'; '.join(found.sentences())}")
                     break
         return told
 
-    def _more_ranks(self) -> Iterator[_Change]:
+    def _other_places(self, closest: Candidate) -> Iterator[_Change]:
+        """What ``choose`` tries by itself."""
+        if self._open.rest:
+            return
+        yield _Change("activation_checkpointing.enabled", replace(closest, again=True))
+        if self._where.is_gpu:
+            for keys, place in (("zero_optimization.offload_optimizer", _STATES),
+                                ("stage 3, zero_optimization.offload_optimizer and offload_param", _ALL)):  # fmt: skip
+                stage = 3 if place == _ALL else closest.stage
+                yield _Change(f'{keys} on "cpu"', replace(closest, stage=stage, place=place))
+
+    def _more_ranks(self, closest: Candidate) -> Iterator[_Change]:
         where = self._where
         for times in (2, 4, 8, 16):
             more = replace(where, ranks=times * where.ranks, node_ranks=where.node_ranks or where.ranks)
-            yield f"{more.ranks} ranks", more, {}
+            yield _Change(f"{more.ranks} ranks", closest, more)
 
-    def _shorter(self) -> Iterator[_Change]:
+    def _shorter(self, closest: Candidate) -> Iterator[_Change]:
         half = batches.shorter(self._batch)
         for parts in (2, 4, 8):
             if half is None:
                 break
-            yield f"sequences of 1/{parts} of the length", self._where, {"batch": half}
+            yield _Change(f"sequences of 1/{parts} of the length", closest, batch=half)
             half = batches.shorter(half)
 
-    def _smaller_states(self) -> Iterator[_Change]:
+    def _smaller_states(self, closest: Candidate) -> Iterator[_Change]:
         if (self._base.get("optimizer") or {}).get("type") in ("Adam", "AdamW"):
             eight = {"data_types": {**(self._base.get("data_types") or {}), "optimizer_state_dtype": "8bit"}}
-            yield "states of 8 bits (data_types.optimizer_state_dtype)", self._where, {"config": eight}
+            words = "states of 8 bits (data_types.optimizer_state_dtype)"
+            yield _Change(words, closest, base={**self._base, **eight})
+
+
+def _words(candidate: Candidate) -> str:
+    size = "the config's micro-batches" if candidate.samples is None else f"micro-batches of {candidate.samples}"
+    return f"{candidate}, {size}"
 
 
 def _limit(one: Tier, two: Tier, second: int) -> float:
@@ -310,12 +381,14 @@ def _lacks(tier: Tier) -> float:
 
 def global_batch(config: Mapping[str, Any], ranks: int) -> int | None:
     """Samples of a step that ``config`` says, itself or by the other two sizes; None: it does not."""
-    whole, micro, steps = (
-        config.get(key) for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    )
-    if isinstance(whole, int):
-        return whole
-    return micro * (steps if isinstance(steps, int) else 1) * ranks if isinstance(micro, int) else None
+    micro, steps = _number(config, _MICRO), _number(config, _STEPS)
+    return _number(config, _WHOLE) or (None if micro is None else micro * (steps or 1) * ranks)
+
+
+def _number(config: Mapping[str, Any], key: str) -> int | None:
+    """None: nothing, or "auto"."""
+    found = config.get(key)
+    return found if isinstance(found, int) else None
 
 
 def table_of(found: Choice) -> str:
@@ -327,7 +400,7 @@ def table_of(found: Choice) -> str:
         tiers = {tier.name: show_bytes(tier.peak) for tier in row.plan.tiers}
         assert row.plan.time is not None
         needs = [tiers.get(name, "") for name in head[3:-2]]
-        rows.append([str(place), str(row.candidate), str(row.candidate.samples), *needs,
+        rows.append([str(place), str(row.candidate), str(row.samples), *needs,
                      f"{row.plan.time.seconds:.3g} s", f"{row.samples_per_s:.4g}"])  # fmt: skip
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)

@@ -1,7 +1,6 @@
-"""A plan beside the run for which it was made: planning amid a run, what that takes, and what was not foreseen.
+"""A plan beside the run for which it was made: what that takes, and what was not foreseen.
 
-Owns: that planning leaves a run as it was, what is measured, the sentence on what was exceeded. Must not know: what a
-run does, who prints.
+Owns: what is measured, the sentence on what was exceeded. Must not know: what a run does, who prints.
 
 [Note: What is measured] On a GPU the peak is that of CUDA's allocator. A CPU's allocator tells none, and resident
 memory has in it what libraries take and what was freed and kept. So there one step may be ``watched``: counted from
@@ -11,26 +10,17 @@ alone. Where no peak is known, what rests between steps is compared.
 
 from __future__ import annotations
 
-import gc
-import logging
-import random
-import sys
-import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from shardengine.config import Config, MonitorConfig
 from shardengine.engine import Engine
-from shardengine.errors import UsageError
-from shardengine.planner import batches
 from shardengine.planner.dry_engine import (
     ACTIVATIONS,
     BACKWARD,
@@ -42,9 +32,9 @@ from shardengine.planner.dry_engine import (
     WEIGHTS,
     bytes_by_kind,
 )
-from shardengine.planner.hardware import Hardware, show_bytes
+from shardengine.planner.hardware import show_bytes
 from shardengine.planner.ledger import Ledger, highest
-from shardengine.planner.memory_plan import Plan, plan
+from shardengine.planner.memory_plan import Plan
 
 TOLERANCE = 0.03
 """The part of a plan by which a run may exceed it without a word."""
@@ -53,80 +43,6 @@ SETTLED_STEPS = 12
 _POOLED = "pooled"
 _UNNAMED = {FORWARD: ACTIVATIONS, BACKWARD: ACTIVATIONS, STEP: BUFFERS}
 """What was made in a phase, and nobody has named, is."""
-_LONGEST_REASON = 120
-_PATIENCE = 0.25
-"""The part of ``timeout_s`` for which other ranks may wait for a plan."""
-
-
-def plan_amid(
-    model: nn.Module,
-    config: Config,
-    where: Hardware,
-    batch: Callable[[], Mapping[str, Any]],
-    *,
-    loss: Callable[[Any], Tensor] = batches.loss_of,
-    **options: Any,
-) -> Plan | str:
-    """``plan`` in a process that is going to train: random numbers, logs, the model and its modes stay as they were, no
-    monitor is written. A text says why there is no plan, in a few words: that is no reason to end a run.
-
-    batch: makes a micro-batch. Other ranks may wait meanwhile: it ends when a part of ``timeout_s`` is over.
-    """
-    log = logging.getLogger("shardengine")
-    level, modes = log.level, [(module, module.training) for module in model.modules()]
-    config = replace(config.resolve_batch(where.ranks), notices=(), monitor=MonitorConfig())
-    found: Plan | str
-    try:
-        log.setLevel(logging.CRITICAL)
-        model.train()
-        with _same_random_numbers(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            found = plan(
-                model, config, where, batch=batch(), loss=_in_time(loss, _PATIENCE * config.timeout_s), **options
-            )
-    except _TooLong as error:
-        found = str(error)
-    except UsageError as error:
-        found = str(error).removeprefix("plan: ").partition(": expected")[0][:_LONGEST_REASON]
-    except Exception as error:
-        found = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"[:_LONGEST_REASON]
-    finally:
-        log.setLevel(level)
-        for module, trains in modes:
-            vars(module)["training"] = trains
-    if isinstance(found, str):
-        gc.collect()  # what the exception held
-    return found
-
-
-class _TooLong(BaseException):
-    """Nobody between here and ``plan_amid`` takes this for something that is wrong with a model."""
-
-
-def _in_time(loss: Callable[[Any], Tensor], seconds: float) -> Callable[[Any], Tensor]:
-    """``loss``, and ``_TooLong`` when so many seconds are over."""
-    end = time.monotonic() + seconds
-
-    def asked(returned: Any) -> Tensor:
-        if time.monotonic() > end:
-            raise _TooLong(f"it takes more than {seconds:g} s")
-        return loss(returned)
-
-    return asked
-
-
-@contextmanager
-def _same_random_numbers() -> Iterator[None]:
-    """What is drawn afterwards is what would have been drawn: by torch on the host, Python and numpy."""
-    numbers: Any = sys.modules.get("numpy")
-    python, array = random.getstate(), None if numbers is None else numbers.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            if array is not None:
-                numbers.random.set_state(array)
 
 
 def line_of(found: Plan | str) -> str:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from shardengine.comm import GroupName, Mesh
-from shardengine.engine import Engine, initialize
+from shardengine.engine import Engine
 from shardengine.errors import ShardEngineError, UsageError
 from shardengine.offload import HOST, CopyStream, Done, Fetched, Platform
 from shardengine.planner.absent_ranks import Issued, SilentWire, absent_mesh
@@ -241,7 +241,7 @@ def dry_run(
             place.ranks, place.rank, HOST, backend="nccl" if place.apart else "gloo",
             platform=lambda _: _Imagined(place, ledger, recorder), wire=wire, node_ranks=place.node_ranks,
         )  # fmt: skip
-        engine = initialize(model, config, mesh=mesh, **(options or {}))
+        engine = Engine(model, config, mesh=mesh, **(options or {}))
         last.callback(_close, engine)
         _name_kept(ledger, engine)
         _tell_units(ledger, engine.module)

@@ -32,9 +32,9 @@ from shardengine.checkpoint import Checkpoint, directory
 from shardengine.compat.deepspeed import checkpoints, foreign, gathering, helpers, processes
 from shardengine.compat.deepspeed import client_state as client_states
 from shardengine.engine import Engine
-from shardengine.engine import initialize as make_engine
 from shardengine.errors import ConfigError, UsageError
 from shardengine.optim import ShardedOptimizer
+from shardengine.start import initialize as make_engine
 
 _log = logging.getLogger(__name__)
 _open: weakref.WeakSet[DeepSpeedEngine] = weakref.WeakSet()

@@ -1,0 +1,112 @@
+"""Planning in a process that is going to train, or trains. Owns: that it leaves everything as it was, and ends in time.
+
+Must not know: what is planned for whom.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import random
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardengine.config import Config, MonitorConfig
+from shardengine.errors import UsageError
+from shardengine.planner import batches
+from shardengine.planner.hardware import Hardware
+from shardengine.planner.memory_plan import Plan, plan
+
+_LONGEST_REASON = 120
+_PATIENCE = 0.25
+"""The part of ``timeout_s`` for which other ranks may wait for a plan."""
+
+
+def plan_amid(
+    model: nn.Module,
+    config: Config,
+    where: Hardware,
+    batch: Callable[[], Mapping[str, Any]],
+    *,
+    loss: Callable[[Any], Tensor] = batches.loss_of,
+    **options: Any,
+) -> Plan | str:
+    """``plan`` as ``undisturbed``; no monitor is written. A text says why there is no plan, in a few words: that is no
+    reason to end a run.
+
+    batch: makes a micro-batch. Other ranks may wait meanwhile: it ends when a part of ``timeout_s`` is over.
+    """
+    config = replace(config.resolve_batch(where.ranks), notices=(), monitor=MonitorConfig())
+    try:
+        with undisturbed(model):
+            asked = in_time(loss, _PATIENCE * config.timeout_s)
+            return plan(model, config, where, batch=batch(), loss=asked, **options)
+    except (TooLong, Exception) as error:
+        found = reason_of(error)
+    gc.collect()  # what the exception held
+    return found
+
+
+class TooLong(BaseException):
+    """Nobody between here and who wants a plan takes this for something that is wrong with a model."""
+
+
+def reason_of(error: BaseException) -> str:
+    """Why there is no plan, in a few words."""
+    if isinstance(error, TooLong):
+        return str(error)
+    if isinstance(error, UsageError):
+        return str(error).removeprefix("plan: ").partition(": expected")[0][:_LONGEST_REASON]
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"[:_LONGEST_REASON]
+
+
+def in_time(loss: Callable[[Any], Tensor], seconds: float) -> Callable[[Any], Tensor]:
+    """``loss``, and ``TooLong`` when so many seconds are over."""
+    end = time.monotonic() + seconds
+
+    def asked(returned: Any) -> Tensor:
+        if time.monotonic() > end:
+            raise TooLong(f"it takes more than {seconds:g} s")
+        return loss(returned)
+
+    return asked
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Inside, ``model`` is in training mode and nothing is logged; afterwards random numbers, logs, the model and its
+    modes are as they were."""
+    log = logging.getLogger("shardengine")
+    level, modes = log.level, [(module, module.training) for module in model.modules()]
+    try:
+        log.setLevel(logging.CRITICAL)
+        model.train()
+        with _same_random_numbers(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(level)
+        for module, trains in modes:
+            vars(module)["training"] = trains
+
+
+@contextmanager
+def _same_random_numbers() -> Iterator[None]:
+    """What is drawn afterwards is what would have been drawn: by torch on the host, Python and numpy."""
+    numbers: Any = sys.modules.get("numpy")
+    python, array = random.getstate(), None if numbers is None else numbers.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            if array is not None:
+                numbers.random.set_state(array)

@@ -1,0 +1,176 @@
+"""What a config leaves to "auto" and only a plan can say: the stage, and the micro-batch.
+
+Owns: which keys these are, on what facts they are chosen, what is said of it. Must not know: how candidates are planned
+(choice), engines.
+
+[Note: One choice] Rank 0 plans, and the others hear what it has found, so that all have the same. What it plans for is
+the least that any rank has of each tier, and links as fast as the ranks' own group was a moment before; on a CPU also
+its own speed, measured. Of a GPU's calculations nobody has measured anything: ``rates`` declares them, which is as
+wrong for one candidate as for the other.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardengine.comm import (
+    Collectives,
+    GroupName,
+    GroupSpeed,
+    Mesh,
+    measure_gathers,
+    measure_reduction,
+    run_on_all_ranks,
+)
+from shardengine.comm import cores as count_cores
+from shardengine.config import TRIPLE, Config, automatic_keys, load_or_default, plain, read_tree
+from shardengine.errors import ConfigError, UsageError
+from shardengine.offload import BufferPool
+from shardengine.planner import batches
+from shardengine.planner.amid import TooLong, in_time, reason_of, undisturbed
+from shardengine.planner.calibration import measured
+from shardengine.planner.choice import Choice, Open, search
+from shardengine.planner.hardware import Hardware
+from shardengine.planner.machine import this_machine
+from shardengine.planner.memory_plan import options_of
+from shardengine.planner.no_values import without_values
+from shardengine.planner.rates import Rates
+
+STAGE, MICRO = "zero_optimization.stage", "train_micro_batch_size_per_gpu"
+_WHAT = 'deciding what is "auto" in the config'
+_PATIENCE = 0.8
+"""The part of ``timeout_s`` for which the other ranks may wait."""
+_INSTEAD = "write a value, or have one written: shardengine plan --choose --write FILE"
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is decided for. batch: a micro-batch of any size, None: one for models of transformers · loss: of what
+    forward returns · optimizer: as ``initialize`` has it · auto: what is known of other keys that are "auto"."""
+
+    model: nn.Module
+    tree: Mapping[str, Any]
+    open_: Open
+    batch: Mapping[str, Any] | None
+    loss: Callable[[Any], Tensor]
+    optimizer: Any
+    auto: Mapping[str, Any]
+
+
+def read_open(config: Mapping[str, Any] | str | Path | Config) -> tuple[Mapping[str, Any], Open | None]:
+    """What ``config`` says, and what of it is to be decided; None: nothing, also where it cannot be read.
+
+    A micro-batch that follows from the other two sizes is not.
+    """
+    if isinstance(config, Config):
+        return {}, None
+    try:
+        tree = plain(config) if isinstance(config, Mapping) else read_tree(Path(config))
+    except ConfigError:
+        return {}, None
+    names = automatic_keys(tree)
+    follows = all(isinstance(tree.get(size), int) for size in TRIPLE if size != MICRO)
+    found = Open(STAGE in names, MICRO in names and not follows, rest=False)
+    return tree, found if found.stage or found.micro_batch else None
+
+
+def decide(task: Task, mesh: Mesh) -> dict[str, int]:
+    """Values by dotted name, the same on every rank; collective. Rank 0 logs why.
+
+    ``UsageError`` where nothing fits, and where no plan can be made; for a micro-batch alone, which the other sizes say
+    too, that is a notice.
+    """
+    collectives = Collectives(mesh, BufferPool(mesh.platform), direct=mesh.backend != "nccl")
+    config = load_or_default(task.tree, task.auto)
+    own = run_on_all_ranks(collectives, _WHAT, lambda: this_machine(mesh.device, mesh.ranks, config))
+    where = _least(own, collectives)
+    groups: dict[str, GroupSpeed] = {}
+    if mesh.ranks > 1:
+        groups[GroupName.REDUCE] = measure_reduction(collectives, torch.float32)
+        groups[GroupName.GATHER] = measure_gathers(collectives, torch.float32)
+
+    def choose() -> dict[str, int]:
+        if mesh.rank:
+            return {}
+        values, said = _decided(task, where, groups, config)
+        _log.warning('"auto" in the config: %s', said)
+        return values
+
+    found = run_on_all_ranks(collectives, _WHAT, choose)
+    values: dict[str, int] = collectives.exchange_objects(found, _WHAT)[0]
+    return values
+
+
+def _least(own: Hardware, collectives: Collectives) -> Hardware:
+    """Of each tier what the rank with the least has."""
+    names = ("device_bytes", "host_bytes", "disk_bytes", "node_ranks")
+    rows = collectives.exchange_objects([getattr(own, name) for name in names], _WHAT)
+    least: dict[str, Any] = {
+        name: min((each for each in column if each is not None), default=None)
+        for name, column in zip(names, zip(*rows, strict=True), strict=True)
+    }
+    if own.ranks % (least["node_ranks"] or 1):
+        least["node_ranks"] = own.node_ranks
+    return replace(own, **least)
+
+
+def _decided(
+    task: Task, where: Hardware, groups: Mapping[str, GroupSpeed], config: Config
+) -> tuple[dict[str, int], str]:
+    """Values, and a sentence on why."""
+    names = [name for name, asked in ((STAGE, task.open_.stage), (MICRO, task.open_.micro_batch)) if asked]
+    why = None
+    try:
+        with undisturbed(task.model):
+            found = _search(task, where, groups, config)
+    except (TooLong, Exception) as error:
+        why = reason_of(error)
+    if why is not None:
+        gc.collect()  # what the exception held
+        whole = isinstance(task.tree.get(TRIPLE[0]), int)
+        if names == [MICRO] and whole:
+            return {}, f"{MICRO} is worked out from the other batch sizes, since no plan was made: {why}"
+        raise UsageError(
+            f'initialize: {" and ".join(names)} cannot be decided ("auto"): {why}; give initialize(batch=..., '
+            f"loss=...) where the model needs others, or {_INSTEAD}"
+        )
+    if not found.rows or found.plan is None:
+        raise UsageError(f'initialize: {" and ".join(names)} "auto": {"; ".join(found.needed)}; or {_INSTEAD}')
+    chosen = found.plan.config
+    values = {STAGE: chosen.zero_optimization.stage, MICRO: chosen.train_micro_batch_size_per_gpu or 1}
+    return {name: values[name] for name in names}, _sentence(found, {name: values[name] for name in names})
+
+
+def _search(task: Task, where: Hardware, groups: Mapping[str, GroupSpeed], config: Config) -> Choice:
+    rates = Rates.given(where) if where.is_gpu else measured(cores=count_cores() if where.ranks > 1 else 0)
+    exchange = groups[GroupName.GATHER].latency_s if groups else rates.exchange_s
+    rates = replace(rates, groups=groups, exchange_s=exchange)
+    with without_values():
+        batch = batches.example(task.model, 1, None) if task.batch is None else batches.on_host(task.batch)
+    options = options_of({} if task.optimizer is None else {"optimizer": task.optimizer}, "initialize")
+    tree = {name: value for name, value in task.tree.items() if name != "monitor"}
+    loss = in_time(task.loss, _PATIENCE * config.timeout_s)
+    return search(
+        task.model, tree, where, batch, rates=rates, open_=task.open_, loss=loss, options=options, auto=task.auto
+    )
+
+
+def _sentence(found: Choice, values: Mapping[str, int]) -> str:
+    assert found.plan is not None
+    plan, time = found.plan, found.plan.time
+    said = ", ".join(f"{name} is {value}" for name, value in values.items())
+    shape = " × ".join(map(str, plan.shape))
+    about = "" if time is None else f", about {time.seconds:.3g} s a step"
+    return (
+        f"{said}; by {found.tried} plans in {found.seconds:.1f} s, of micro-batches of {shape} "
+        f"({'; '.join(plan.sentences())}{about})"
+    )

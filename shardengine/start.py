@@ -1,0 +1,75 @@
+"""``shardengine.initialize``: an engine, of whose config a plan decides what is "auto".
+
+Must not know: what an engine is made of, how it is planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardengine.comm import Mesh
+from shardengine.config import Config, load_or_default
+from shardengine.engine import Engine, Monitor, arguments, mesh_of
+from shardengine.loading import Weights
+from shardengine.planner import automatic, batches
+
+
+@arguments.checked
+def initialize(
+    model: nn.Module,
+    config: Mapping[str, Any] | str | Path | Config,
+    *,
+    optimizer: arguments.OptimizerLike = None,
+    model_parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None = None,
+    lr_scheduler: Any = None,
+    mesh: Mesh | DeviceMesh | ProcessGroup | None = None,
+    monitors: Sequence[Monitor] = (),
+    weights: Weights = None,
+    batch: Mapping[str, Any] | None = None,
+    loss: Callable[[Any], Tensor] | None = None,
+) -> Engine:
+    """Partition ``model`` over the data-parallel ranks as ``config`` says and return the engine that trains it.
+
+    Collective: every rank calls it with the same model, config and optimizer. The model moves to this rank's device
+    (one flat buffer at a time) and takes rank 0's values, so that on other ranks it may be on the meta device; a model
+    made inside of ``meta_init`` has none on any rank, and each gets its own part alone. Its parameters stay the user's
+    own objects under their own names.
+
+    config: a dict, the path of a JSON file, or a Config · optimizer: a torch optimizer over ``model.parameters()`` that
+    has not stepped yet (class, options and groups are taken over; its ``step()`` and ``zero_grad()`` are the engine's
+    until ``close()``), [torch.optim.Muon(...), torch.optim.AdamW(...)], a function from a list of parameters to one,
+    or None (from the config, over ``model_parameters`` or all trainable parameters) · lr_scheduler: a scheduler, a
+    function from the engine's optimizer to one, or None (from the config) · mesh: the data-parallel ranks, where they
+    are not all: torch's DeviceMesh of one dimension, or of two, ("replicate", "shard"), for hybrid sharding; a process
+    group; or the result of an own ``comm.mesh.build`` · monitors: objects that rank 0 gives the numbers of every step
+    (`monitors.Monitor`), beside those of the config · weights: for a model without values: a folder of safetensors
+    files, one such file, or a `loading.Reader`; every rank reads the parts that it keeps, what is not there begins as
+    the model's own code has it.
+
+    Where the config says "auto" for ``zero_optimization.stage`` or ``train_micro_batch_size_per_gpu``, rank 0 plans
+    what fits and is fastest (``shardengine.choose``), and all ranks take it; all else is as the config says. For that,
+    batch: a micro-batch of any number of samples, as ``engine(**batch)`` gets it, default 512 tokens for a model of
+    transformers; longer ones need more memory · loss: of what forward returns, default its ``loss``.
+
+    Raises ConfigError (every problem of the config at once), UsageError (model or optimizer that cannot be served),
+    MismatchError (ranks disagree; names them).
+    """
+    tree, open_ = automatic.read_open(config)
+    more = (optimizer, model_parameters, lr_scheduler)
+    if open_ is None:
+        return Engine(model, config, *more, mesh, monitors, weights)
+    auto = arguments.said_by(optimizer)
+    ranks = mesh_of(mesh, load_or_default(config, auto).timeout_s)
+    task = automatic.Task(model, tree, open_, batch, loss or batches.loss_of, optimizer, auto)
+    try:
+        values = automatic.decide(task, ranks)
+    except BaseException:
+        ranks.abandon()
+        raise
+    return Engine(model, config, *more, ranks, monitors, weights, values)
