@@ -25,8 +25,9 @@ def run(settings: Settings, ranks: int) -> int:
     blocks = loop.load_data(settings, tokenizer, model)
     where = this_machine(_device(), ranks, config)
     logging.getLogger("shardengine").setLevel(logging.ERROR)  # of a run that is none
+    config, told = planning.decided_for(where, settings, config, model, blocks)
     found = plan(model.train(), config, where, batch=planning.first_batch(config, blocks, ranks))
-    for notice in config.notices:
+    for notice in (*config.notices, *told):
         print(f"note: {notice}")
     print(planning.text_of(found))
     return 0 if found.fits else 1

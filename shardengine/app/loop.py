@@ -44,6 +44,7 @@ def train(settings: Settings, config: Config, rank_sums: RankSums) -> bool:
 
     tokenizer, model = load_model(settings, config.seed)
     blocks = load_data(settings, tokenizer, model)
+    config = planning.decided(settings, config, model, blocks, rank_sums.mesh)
     plan = planning.of_run(settings, config, model, blocks, rank_sums)  # on rank 0, of what this run needs of memory
 
     engine = shardengine.initialize(

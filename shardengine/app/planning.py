@@ -9,6 +9,7 @@ Exit codes: 0 it fits · 1 it does not · 2 wrong usage or config.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import logging
 import math
@@ -24,7 +25,8 @@ from shardengine.app import adapters
 from shardengine.app.data import Blocks, training_batches
 from shardengine.app.rank_sums import RankSums
 from shardengine.app.settings import Settings, check_model, read_base, read_config, require
-from shardengine.config import Config
+from shardengine.comm import Mesh
+from shardengine.config import Config, plain
 from shardengine.engine import Engine
 from shardengine.errors import UsageError
 from shardengine.planner import (
@@ -34,6 +36,7 @@ from shardengine.planner import (
     Moment,
     Plan,
     Taken,
+    automatic,
     choose,
     compare,
     line_of,
@@ -216,6 +219,33 @@ def of_run(settings: Settings, config: Config, model: Any, blocks: Blocks, rank_
     mesh = rank_sums.mesh
     where = this_machine(mesh.device, mesh.ranks, config)
     return RunPlan(plan_amid(model, config, where, lambda: first_batch(config, blocks, mesh.ranks)))
+
+
+def decided(settings: Settings, config: Config, model: Any, blocks: Blocks, mesh: Mesh) -> Config:
+    """``config``, with what a plan says where the run's file says "auto"; collective."""
+    task = _task(settings, config, model, blocks)
+    return config if task is None else settings.read_config(mesh.ranks, automatic.decide(task, mesh))
+
+
+def decided_for(
+    where: Hardware, settings: Settings, config: Config, model: Any, blocks: Blocks
+) -> tuple[Config, Sequence[str]]:
+    """As ``decided``, by this process alone, for ranks that are not there; and sentences on what was decided."""
+    task = _task(settings, config, model, blocks)
+    if task is None:
+        return config, []
+    values, said = automatic.decide_for(where, task)
+    return settings.read_config(where.ranks, values), [f'"auto": {said}']
+
+
+def _task(settings: Settings, config: Config, model: Any, blocks: Blocks) -> automatic.Task | None:
+    """None: nothing is to be decided."""
+    tree, open_ = automatic.read_open(settings.config)
+    if settings.resume is not None or open_ is None:
+        return None
+    if config.optimizer is not None:
+        tree = {**tree, "optimizer": plain(dataclasses.asdict(config.optimizer))}
+    return automatic.Task(model, tree, open_, first_batch(config, blocks, 1))
 
 
 def first_batch(config: Config, blocks: Blocks, ranks: int) -> dict[str, Any]:

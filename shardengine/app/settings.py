@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -19,6 +19,7 @@ from shardengine.app import jsonl
 from shardengine.config import TRIPLE, Config, OptimizerConfig, Source, fitting_ranks, load_config, plain, read_tree
 from shardengine.errors import UsageError
 from shardengine.optim import lr_schedules
+from shardengine.planner import automatic
 
 BUILTIN = "builtin:pydoc"
 DEFAULT_LENGTH, DEFAULT_STEPS = 128, 200
@@ -67,13 +68,17 @@ class Settings:
     too_long: str = TRUNCATE
     plan: bool = True
 
-    def read_config(self, ranks: int) -> Config:
-        """The config for ``ranks`` ranks; a run that goes on, or begins again, keeps its global batch."""
+    def read_config(self, ranks: int, auto: Mapping[str, int] | None = None) -> Config:
+        """The config for ``ranks`` ranks; a run that goes on, or begins again, keeps its global batch.
+
+        auto: what was decided where it says "auto"; None: nothing yet, provisional values stand there.
+        """
         if self.resume is not None:
             return keep_batch(load_config(self.config), ranks)
+        auto = automatic.provisional(self.config) if auto is None else auto
         if self.first_ranks:
-            return keep_batch(read_config(self.config, self.first_ranks, self.seed), ranks)
-        return read_config(self.config, ranks, self.seed)
+            return keep_batch(read_config(self.config, self.first_ranks, self.seed, auto=auto), ranks)
+        return read_config(self.config, ranks, self.seed, auto=auto)
 
 
 def default_model_cache() -> Path:
@@ -81,12 +86,20 @@ def default_model_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardengine"
 
 
-def read_config(path: Path, ranks: int, seed: int | None = None, *, micro_batch: int | None = None) -> Config:
+def read_config(
+    path: Path,
+    ranks: int,
+    seed: int | None = None,
+    *,
+    micro_batch: int | None = None,
+    auto: Mapping[str, int] | None = None,
+) -> Config:
     """The config of a run on ``ranks`` ranks, complete: batch sizes worked out, an optimizer in it.
 
-    seed, micro_batch (samples of a rank, with as many micro-batches as the config says): None for the config's own.
+    seed, micro_batch (samples of a rank, with as many micro-batches as the config says): None for the config's own ·
+    auto: as for ``load_config``.
     """
-    config = load_config(path)
+    config = load_config(path, auto)
     if micro_batch is not None:
         config = dataclasses.replace(config, train_micro_batch_size_per_gpu=micro_batch, train_batch_size=None)
     config = _complete(config.resolve_batch(ranks))

@@ -1,7 +1,7 @@
 """What a config leaves to "auto" and only a plan can say: the stage, and the micro-batch.
 
 Owns: which keys these are, on what facts they are chosen, what is said of it. Must not know: how candidates are planned
-(choice), engines.
+(choice), what an engine is made of.
 
 [Note: One choice] Rank 0 plans, and the others hear what it has found, so that all have the same. What it plans for is
 the least that any rank has of each tier, and links as fast as the ranks' own group was a moment before; on a CPU also
@@ -14,7 +14,8 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,17 @@ from shardengine.comm import (
     run_on_all_ranks,
 )
 from shardengine.comm import cores as count_cores
-from shardengine.config import TRIPLE, Config, automatic_keys, load_or_default, plain, read_tree
+from shardengine.config import (
+    STAGES,
+    TRIPLE,
+    Config,
+    automatic_keys,
+    load_config,
+    load_or_default,
+    plain,
+    read_tree,
+)  # fmt: skip
+from shardengine.engine import check_free
 from shardengine.errors import ConfigError, UsageError
 from shardengine.offload import BufferPool
 from shardengine.planner import batches
@@ -60,10 +71,10 @@ class Task:
     model: nn.Module
     tree: Mapping[str, Any]
     open_: Open
-    batch: Mapping[str, Any] | None
-    loss: Callable[[Any], Tensor]
-    optimizer: Any
-    auto: Mapping[str, Any]
+    batch: Mapping[str, Any] | None = None
+    loss: Callable[[Any], Tensor] = batches.loss_of
+    optimizer: Any = None
+    auto: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_open(config: Mapping[str, Any] | str | Path | Config) -> tuple[Mapping[str, Any], Open | None]:
@@ -83,15 +94,40 @@ def read_open(config: Mapping[str, Any] | str | Path | Config) -> tuple[Mapping[
     return tree, found if found.stage or found.micro_batch else None
 
 
+def provisional(config: Mapping[str, Any] | str | Path | Config) -> dict[str, int]:
+    """Values with which ``config`` can be read before it is decided: the first stage that the rest goes with, and one
+    sample of a rank where no other size says more."""
+    tree, open_ = read_open(config)
+    if open_ is None:
+        return {}
+    sizes = {MICRO: 1} if _says_no_batch(tree) else {}
+    for stage in STAGES:
+        with suppress(ConfigError):
+            load_config(tree, {STAGE: stage, **sizes})
+            return {STAGE: stage, **sizes}
+    return {STAGE: STAGES[-1], **sizes}  # what is wrong is something else
+
+
+def _says_no_batch(tree: Mapping[str, Any]) -> bool:
+    return not isinstance(tree.get(TRIPLE[0]), int)
+
+
 def decide(task: Task, mesh: Mesh) -> dict[str, int]:
     """Values by dotted name, the same on every rank; collective. Rank 0 logs why.
 
     ``UsageError`` where nothing fits, and where no plan can be made; for a micro-batch alone, which the other sizes say
     too, that is a notice.
     """
+    task = replace(task, tree=_on(mesh, task.tree))
+    mesh = replace(mesh, replicas=1)  # all ranks, whose shard groups are not made yet
     collectives = Collectives(mesh, BufferPool(mesh.platform), direct=mesh.backend != "nccl")
-    config = load_or_default(task.tree, task.auto)
-    own = run_on_all_ranks(collectives, _WHAT, lambda: this_machine(mesh.device, mesh.ranks, config))
+
+    def look() -> Hardware:
+        check_free(task.model)
+        config = load_config(task.tree, {**provisional(task.tree), **task.auto})
+        return this_machine(mesh.device, mesh.ranks, config)
+
+    own = run_on_all_ranks(collectives, _WHAT, look)
     where = _least(own, collectives)
     groups: dict[str, GroupSpeed] = {}
     if mesh.ranks > 1:
@@ -101,13 +137,21 @@ def decide(task: Task, mesh: Mesh) -> dict[str, int]:
     def choose() -> dict[str, int]:
         if mesh.rank:
             return {}
-        values, said = _decided(task, where, groups, config)
+        values, said = decide_for(where, task, groups)
         _log.warning('"auto" in the config: %s', said)
         return values
 
     found = run_on_all_ranks(collectives, _WHAT, choose)
     values: dict[str, int] = collectives.exchange_objects(found, _WHAT)[0]
     return values
+
+
+def _on(mesh: Mesh, tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``tree`` with the shard groups that ``mesh`` has, where it is hybrid and ``tree`` says none."""
+    zero = dict(tree.get("zero_optimization") or {})
+    if mesh.replicas == 1 or "zero_hpz_partition_size" in zero:
+        return tree
+    return {**tree, "zero_optimization": {"shard_group_size": mesh.ranks // mesh.replicas, **zero}}
 
 
 def _least(own: Hardware, collectives: Collectives) -> Hardware:
@@ -123,21 +167,21 @@ def _least(own: Hardware, collectives: Collectives) -> Hardware:
     return replace(own, **least)
 
 
-def _decided(
-    task: Task, where: Hardware, groups: Mapping[str, GroupSpeed], config: Config
+def decide_for(
+    where: Hardware, task: Task, groups: Mapping[str, GroupSpeed] | None = None
 ) -> tuple[dict[str, int], str]:
-    """Values, and a sentence on why."""
+    """Values, and a sentence on why; by this process alone. groups: how fast collectives are; ``UsageError`` as
+    ``decide``."""
     names = [name for name, asked in ((STAGE, task.open_.stage), (MICRO, task.open_.micro_batch)) if asked]
     why = None
     try:
         with undisturbed(task.model):
-            found = _search(task, where, groups, config)
+            found = _search(task, where, groups or {})
     except (TooLong, Exception) as error:
-        why = reason_of(error)
+        why = _reason(error)
     if why is not None:
         gc.collect()  # what the exception held
-        whole = isinstance(task.tree.get(TRIPLE[0]), int)
-        if names == [MICRO] and whole:
+        if names == [MICRO] and not _says_no_batch(task.tree):
             return {}, f"{MICRO} is worked out from the other batch sizes, since no plan was made: {why}"
         raise UsageError(
             f'initialize: {" and ".join(names)} cannot be decided ("auto"): {why}; give initialize(batch=..., '
@@ -150,7 +194,14 @@ def _decided(
     return {name: values[name] for name in names}, _sentence(found, {name: values[name] for name in names})
 
 
-def _search(task: Task, where: Hardware, groups: Mapping[str, GroupSpeed], config: Config) -> Choice:
+def _reason(error: BaseException) -> str:
+    """Why there is no plan, whole."""
+    if not isinstance(error, UsageError | ConfigError):
+        return reason_of(error)
+    return str(error).removeprefix("choose: ").removeprefix("no config can be planned: ").removeprefix("plan: ")
+
+
+def _search(task: Task, where: Hardware, groups: Mapping[str, GroupSpeed]) -> Choice:
     rates = Rates.given(where) if where.is_gpu else measured(cores=count_cores() if where.ranks > 1 else 0)
     exchange = groups[GroupName.GATHER].latency_s if groups else rates.exchange_s
     rates = replace(rates, groups=groups, exchange_s=exchange)
@@ -158,7 +209,7 @@ def _search(task: Task, where: Hardware, groups: Mapping[str, GroupSpeed], confi
         batch = batches.example(task.model, 1, None) if task.batch is None else batches.on_host(task.batch)
     options = options_of({} if task.optimizer is None else {"optimizer": task.optimizer}, "initialize")
     tree = {name: value for name, value in task.tree.items() if name != "monitor"}
-    loss = in_time(task.loss, _PATIENCE * config.timeout_s)
+    loss = in_time(task.loss, _PATIENCE * load_or_default(task.tree, task.auto).timeout_s)
     return search(
         task.model, tree, where, batch, rates=rates, open_=task.open_, loss=loss, options=options, auto=task.auto
     )

@@ -159,7 +159,7 @@ def test_what_is_needed_where_nothing_fits_is_true() -> None:
     assert (found.rows, found.config, found.plan) == ([], None, None)
     closest, *needed = found.needed
     assert closest.startswith(
-        "nothing fits; the closest is stage 3, all on the host with micro-batches of 1: GPU: fits"
+        "nothing fits; the closest is stage 3, all on the host, micro-batches of 1: GPU: fits"
     )
     assert "host: does not fit" in closest and told[-3:] == [
         "would it fit with 2 ranks?", "would it fit with 4 ranks?",

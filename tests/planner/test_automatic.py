@@ -1,0 +1,305 @@
+"""What a config leaves to "auto" is what a plan says is fastest and fits, the same on every rank, and nothing else
+changes: an engine of what was decided has the bits of one whose config says so."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardengine
+from shardengine import Hardware, choose
+from shardengine.errors import MismatchError, UsageError
+from shardengine.planner import Rates, automatic
+from shardengine.planner.choice import Open, search
+from tests.support.ranks import RankPool
+
+WIDTH = 64
+OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-3}}
+STAGE, MICRO = automatic.STAGE, automatic.MICRO
+
+
+class Net(nn.Module):
+    """Whose activations are larger than its weights. Returns no loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 8 * WIDTH), nn.GELU(), nn.Linear(8 * WIDTH, WIDTH))
+                                    for _ in range(2))  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+BATCH = {"x": torch.zeros(1, 32, WIDTH)}
+RATES = Rates({name: 1e10 for name in ("fp32", "bf16", "fp16", "fp64")}, 1e9)
+
+
+def square(returned: Tensor) -> Tensor:
+    return returned.square().mean()
+
+
+def made(config: Any, *, has: int = 1 << 33, least: int | None = None, **more: Any) -> shardengine.Engine:
+    """An engine of ``config`` on ranks with ``has`` bytes each, rank 1 with ``least``."""
+
+    def machine(device: torch.device, ranks: int, config: Any) -> Hardware:
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        return Hardware(ranks, least if least and rank == 1 else has, is_gpu=False)
+
+    given: Any = {"batch": BATCH, "loss": square, **more}
+    torch.manual_seed(0)
+    with patch.object(automatic, "this_machine", machine), patch.object(automatic, "measured", lambda **_: RATES):
+        return shardengine.initialize(given.pop("model", None) or Net(), config, **given)
+
+
+def sizes_of(engine: shardengine.Engine) -> tuple[int, int | None, int | None]:
+    config = engine.config
+    return config.zero_optimization.stage, config.train_micro_batch_size_per_gpu, config.train_batch_size
+
+
+def test_it_is_what_the_search_finds(caplog: pytest.LogCaptureFixture) -> None:
+    base = {"optimizer": OPTIMIZER, "train_batch_size": 8, "zero_optimization": {"stage": "auto"}, MICRO: "auto"}
+    has = 3_500_000
+    where = Hardware(1, has, is_gpu=False)
+    found = search(Net(), base, where, BATCH, rates=RATES, open_=Open(rest=False), loss=square)
+    best = found.rows[0].plan.config
+    with caplog.at_level(logging.WARNING, "shardengine"):
+        engine = made(base, has=has)
+    assert sizes_of(engine) == (best.zero_optimization.stage, best.train_micro_batch_size_per_gpu, 8)
+    assert 1 < sizes_of(engine)[1] < 8, "neither the least nor all"  # type: ignore[operator]
+    assert [engine.config.sources[name] for name in (STAGE, MICRO)] == ["auto", "auto"]
+    said = [record.getMessage() for record in caplog.records if '"auto" in the config' in record.getMessage()]
+    assert len(said) == 1 and f"{STAGE} is 0, {MICRO} is {sizes_of(engine)[1]}; by " in said[0]
+    assert "memory: fits, " in said[0] and f"micro-batches of {sizes_of(engine)[1]} × 32 × {WIDTH}" in said[0]
+    engine.close()
+
+
+def test_what_the_config_says_stays() -> None:
+    base = {"optimizer": OPTIMIZER, "gradient_accumulation_steps": 3, MICRO: "auto", "activation_checkpointing":
+            {"enabled": True}, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}  # fmt: skip
+    engine = made(base)
+    assert sizes_of(engine) == (2, 64, 3 * 64)
+    zero = engine.config.zero_optimization
+    assert zero.offload_optimizer.device == "cpu" and engine.config.activation_checkpointing.enabled
+    engine.close()
+
+
+@pytest.mark.parametrize("key", ["zero_optimization", "zero_optimization.stage"])
+def test_a_stage_goes_with_the_rest(key: str) -> None:
+    """With weights on the host there is one stage that does, wherever "auto" is written."""
+    base: dict[str, Any] = {"optimizer": OPTIMIZER, "train_batch_size": 2}
+    base["zero_optimization"] = {"offload_param": {"device": "cpu"}}
+    base |= {key: "auto"} if "." in key else {key: {**base[key], "stage": "auto"}}
+    engine = made(base)
+    assert sizes_of(engine) == (3, 2, 2)
+    engine.close()
+
+
+def test_sizes_that_follow_are_not_planned() -> None:
+    base = {"optimizer": OPTIMIZER, MICRO: "auto", "train_batch_size": 8, "gradient_accumulation_steps": 2}
+    with patch.object(automatic, "search", None):
+        engine = made(base)
+    assert sizes_of(engine) == (0, 4, 8)
+    engine.close()
+
+
+def test_a_file_and_an_optimizer_of_the_users(tmp_path: Path) -> None:
+    path, model = tmp_path / "config.json", Net()
+    tree = {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}, "train_batch_size": 4, MICRO: "auto"}
+    path.write_text(json.dumps(tree), encoding="utf-8")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    engine = made(path, model=model.eval(), optimizer=torch.optim.AdamW(model.parameters(), lr=0.25))
+    assert engine.get_lr() == [0.25] and not model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    engine.close()
+
+
+def test_random_numbers_are_those_of_a_run_that_says_the_same() -> None:
+    base = {"optimizer": OPTIMIZER, "train_batch_size": 2}
+    drawn = []
+    for stage in ("auto", 0):
+        made({**base, "zero_optimization": {"stage": stage}}).close()
+        drawn.append(torch.rand(3))
+    assert torch.equal(*drawn)
+
+
+def test_nothing_fits() -> None:
+    base = {"optimizer": OPTIMIZER, "train_batch_size": 1, "zero_optimization": {"stage": "auto"}}
+    with pytest.raises(UsageError, match=r'^initialize: zero_optimization.stage "auto": nothing fits; the closest') as e:
+        made(base, has=2_300_000)
+    assert "it would fit with states of 8 bits" in str(e.value), e.value
+    with pytest.raises(UsageError, match=r"it would fit with activation_checkpointing.enabled") as e:
+        made(base, has=4_250_000, batch={"x": torch.zeros(1, 256, WIDTH)})
+    assert "shardengine plan --choose" in str(e.value)
+
+
+class Asks(Net):
+    """For values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y[y > 0]
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"batch": None}, "expected batch=, a mapping of what Net.forward takes"),
+        ({"loss": None}, "expected forward to return a loss"),
+        ({"model": Asks()}, "the model asks for what only data says"),
+        ({"batch": {"y": torch.zeros(1, 2)}}, "unexpected keyword argument 'y'"),
+        ({"batch": {"x": 3.0}}, "expected batch= of tensors"),
+    ],
+)
+def test_no_plan_can_be_made(more: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture) -> None:
+    base = {"optimizer": OPTIMIZER, "train_batch_size": 4}
+    with pytest.raises(UsageError, match=rf'^initialize: {STAGE} cannot be decided \("auto"\): .*{why}.*write a value'):
+        made({**base, "zero_optimization": {"stage": "auto"}}, **more)
+    with caplog.at_level(logging.WARNING, "shardengine"):
+        engine = made({**base, MICRO: "auto"}, **more)
+    assert sizes_of(engine) == (0, 4, 4)
+    told = [each.getMessage() for each in caplog.records if "no plan was made" in each.getMessage()]
+    assert len(told) == 1 and why in told[0]
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"batch": [1]}, "expected batch to be a mapping of what the model's forward takes"),
+        ({"loss": 3}, "expected loss to be a function of what the model's forward returns"),
+    ],
+)
+def test_arguments_of_another_kind(more: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        made({"optimizer": OPTIMIZER, "train_batch_size": 4}, **more)
+
+
+def test_a_model_that_belongs_to_an_engine() -> None:
+    base = {"optimizer": OPTIMIZER, "train_batch_size": 4, "zero_optimization": {"stage": "auto"}}
+    engine = made(base)
+    with pytest.raises(UsageError, match="already belongs to an engine"):
+        made(base, model=engine.module)
+    engine.close()
+
+
+def test_other_mistakes_of_a_config_are_told_as_always() -> None:
+    with pytest.raises(shardengine.ConfigError, match="unknown key") as raised:
+        made({"optimizer": OPTIMIZER, "zero_optimization": {"stage": "auto", "overlap_com": True}, MICRO: 1})
+    assert len(raised.value.problems) == 1, raised.value.problems
+
+
+def test_what_stands_there_until_it_is_decided() -> None:
+    open_ = {"zero_optimization": {"stage": "auto", "offload_param": {"device": "cpu"}}}
+    assert automatic.provisional({**open_, MICRO: "auto"}) == {STAGE: 3, MICRO: 1}
+    assert automatic.provisional({**open_, MICRO: 1}) == {STAGE: 3, MICRO: 1}
+    assert automatic.provisional({MICRO: 1}) == {} == automatic.provisional({"tpyo": 1})
+    assert shardengine.load_config({MICRO: 1, "zero_optimization": {"stage": 1}}).zero_optimization.stage == 1
+
+
+# On ranks
+
+
+def on_ranks(least: int | None = None, **tree: Any) -> tuple[int, int | None, int | None]:
+    engine = made({"optimizer": OPTIMIZER, **tree}, has=1 << 33, least=least)
+    found = sizes_of(engine)
+    engine.close()
+    return found
+
+
+def test_the_rank_with_the_least_memory_counts(pools: Callable[[int], RankPool]) -> None:
+    plenty, little = ({MICRO: "auto", "zero_optimization": {"stage": "auto"}},) * 2
+    rich = pools(2).run(on_ranks, None, **plenty)
+    poor = pools(2).run(on_ranks, 3_000_000, **little)
+    assert rich[0] == rich[1] and poor[0] == poor[1]
+    assert rich[0][1] == 64 and 0 < poor[0][1] < 16
+
+
+def trained(stage: Any, micro: Any) -> list[Tensor]:
+    """Losses and weights of three steps of four samples of each rank."""
+    base = {"optimizer": OPTIMIZER, "train_batch_size": 8, "zero_optimization": {"stage": stage}, MICRO: micro}
+    engine = made(base, has=3_500_000)
+    size, steps, said = sizes_of(engine)[1] or 0, engine.gradient_accumulation_steps(), []
+    numbers = torch.Generator().manual_seed(engine.rank)
+    for _ in range(3):
+        samples = torch.randn(4, 32, WIDTH, generator=numbers)
+        for place in range(steps):
+            loss = square(engine(samples[place * size : (place + 1) * size]))
+            engine.backward(loss)
+            engine.step()
+            said.append(loss.detach())
+    said += [torch.tensor([sizes_of(engine)[0], size]), *(value.clone() for value in engine.state_dict().values())]
+    engine.close()
+    return said
+
+
+def test_the_bits_are_those_of_a_run_whose_config_says_the_same(pools: Callable[[int], RankPool]) -> None:
+    auto = pools(2).run(trained, "auto", "auto")
+    stage, micro = next(each for each in auto[0] if each.dtype == torch.int64).tolist()
+    said = pools(2).run(trained, stage, micro)
+    assert micro in (1, 2) and len(auto[0]) == len(said[0]) > 10
+    for one, other in zip(auto, said, strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+def no_batch_on(rank: int) -> str:
+    given = {} if torch.distributed.get_rank() != rank else {"batch": None}
+    try:
+        made({"optimizer": OPTIMIZER, "train_batch_size": 2, "zero_optimization": {"stage": "auto"}}, **given)
+    except (UsageError, MismatchError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_rank_that_cannot_plan_is_an_error_on_all(pools: Callable[[int], RankPool]) -> None:
+    first, second = pools(2).run(no_batch_on, 0)
+    assert first.startswith("UsageError: initialize: zero_optimization.stage cannot be decided")
+    assert second.startswith("MismatchError: ") and "failed on rank 0: UsageError: initialize: " in second
+    assert pools(2).run(no_batch_on, 1) == ["", ""]
+
+
+def on_a_device_mesh() -> tuple[str, int]:
+    base = {"optimizer": OPTIMIZER, "train_batch_size": 4, "zero_optimization": {"stage": "auto"}}
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    engine = made(base, mesh=mesh)
+    found = engine._core.stage.name, engine.config.zero_optimization.stage
+    engine.close()
+    return found
+
+
+def test_a_hybrid_mesh(pools: Callable[[int], RankPool]) -> None:
+    found = pools(4).run(on_a_device_mesh)
+    assert len(set(found)) == 1 and found[0][1] > 0 and "hybrid" in found[0][0]
+
+
+def decided_on_rank(stages: list[Any]) -> str:
+    """One rank's file says "auto" and the other's does not."""
+    base = {"optimizer": OPTIMIZER, "train_batch_size": 2}
+    try:
+        made({**base, "zero_optimization": {"stage": stages[torch.distributed.get_rank()]}})
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_ranks_that_do_not_all_leave_it_open(pools: Callable[[int], RankPool]) -> None:
+    told = pools(2).run(decided_on_rank, ["auto", 1])
+    assert all("MismatchError" in each for each in told), told
+
+
+def test_choose_tries_what_it_did() -> None:
+    """That a part can be fixed changes nothing where all is open."""
+    base = {"optimizer": OPTIMIZER, "train_batch_size": 4}
+    found = choose(Net(), base, "2x24GB", batch=BATCH, loss=square)
+    assert {row.candidate.stage for row in found.rows} == {0, 1, 2, 3}
+    assert {row.candidate.again for row in found.rows} == {True, False}
