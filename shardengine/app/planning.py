@@ -108,7 +108,8 @@ def text_of_choice(found: Choice) -> str:
     tried = f"({found.tried} plans in {found.seconds:.1f} s)"
     if found.plan is None:
         return "\n".join([*found.needed, tried])
-    return "\n".join([table_of(found), tried, "", f"1: {found.rows[0].candidate}", text_of(found.plan)])
+    refused = [f"not {candidate}: {why}" for candidate, why in found.refused.items()]
+    return "\n".join([table_of(found), *refused, tried, "", f"1: {found.rows[0].candidate}", text_of(found.plan)])
 
 
 def _model(place: str, lora: str | None) -> Any:

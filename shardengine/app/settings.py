@@ -107,9 +107,11 @@ def read_config(
 
 
 def read_base(path: Path) -> dict[str, Any]:
-    """What the file says, checked, of which other configs are made: with a run's optimizer where it names none."""
-    load_config(path, auto={"zero_optimization.stage": 0})
+    """What the file says, checked, of which other configs are made: with a run's optimizer where it names none. It
+    need not say any batch size."""
     tree = read_tree(path)
+    sized = any(tree.get(name) not in (None, "auto") for name in (automatic.MICRO, "train_batch_size"))
+    load_config(path if sized else {**tree, automatic.MICRO: 1}, automatic.provisional(path))
     return tree if tree.get("optimizer") else {**tree, "optimizer": plain(dataclasses.asdict(_DEFAULT_OPTIMIZER))}
 
 

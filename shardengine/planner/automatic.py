@@ -183,10 +183,7 @@ def decide_for(
         gc.collect()  # what the exception held
         if names == [MICRO] and not _says_no_batch(task.tree):
             return {}, f"{MICRO} is worked out from the other batch sizes, since no plan was made: {why}"
-        raise UsageError(
-            f'initialize: {" and ".join(names)} cannot be decided ("auto"): {why}; give initialize(batch=..., '
-            f"loss=...) where the model needs others, or {_INSTEAD}"
-        )
+        raise UsageError(f'initialize: {" and ".join(names)} cannot be decided ("auto"): {why}; or {_INSTEAD}')
     if not found.rows or found.plan is None:
         raise UsageError(f'initialize: {" and ".join(names)} "auto": {"; ".join(found.needed)}; or {_INSTEAD}')
     chosen = found.plan.config

@@ -21,9 +21,11 @@ _ONE_LABEL = ("ForSequenceClassification", "ForImageClassification", "ForMultipl
 
 def example(model: nn.Module, samples: int, length: int | None) -> dict[str, Tensor]:
     """Zeros for ``model``: tokens [samples, length] or images, and labels. ``UsageError`` where neither is taken."""
-    config = getattr(model, "config", None)
-    takes = inspect.signature(model.forward).parameters
-    main = getattr(model, "main_input_name", None) or next(iter(takes), "")
+    wrapped = getattr(model, "get_base_model", None)  # peft's; its forward passes on whatever it gets
+    inner = wrapped() if callable(wrapped) else model
+    config = getattr(inner, "config", None)
+    takes = inspect.signature(inner.forward).parameters
+    main = getattr(inner, "main_input_name", None) or next(iter(takes), "")
     batch: dict[str, Tensor] = {}
     if main == "input_ids":
         batch[main] = torch.zeros(samples, _tokens(config, length), dtype=torch.int64)
@@ -36,7 +38,7 @@ def example(model: nn.Module, samples: int, length: int | None) -> dict[str, Ten
             f"plan: expected batch=, a mapping of what {type(model).__name__}.forward takes, and loss=, a function of "
             "what it returns: one is made for models of transformers that take input_ids or pixel_values, and labels"
         )
-    one_each = type(model).__name__.endswith(_ONE_LABEL)
+    one_each = type(inner).__name__.endswith(_ONE_LABEL)
     batch["labels"] = torch.zeros(samples, dtype=torch.int64) if one_each else batch[main].long()
     return batch
 

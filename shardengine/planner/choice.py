@@ -6,8 +6,10 @@ who leaves what open (automatic).
 [Note: Search] Every candidate is a stage, a place for what does not have to be on the device, and whether activations
 are computed again. Two quick plans, of one and of two samples, say how its need grows with a micro-batch, and so which
 is the largest; that one is planned quickly itself, because a larger one may have its peak elsewhere. Only what is
-chosen is planned with all that ``plan`` checks: where that says it does not fit, the next one is chosen. Host memory is
-tried only where no micro-batch of ``_ENOUGH`` samples fits without it, to plan less.
+chosen is planned with all that ``plan`` checks: where that says it does not fit, the next one is chosen. Host memory,
+and then the disk, are tried only where no micro-batch of ``_ENOUGH`` samples fits without them, to plan less. Where
+states fit on the host alone, the least part of them is looked for that has to be there: what the device needs falls by
+the same bytes with each part that leaves it.
 
 [Note: What is open] ``choose`` looks for all of this. Where a config says most of it, what it says stays, and only what
 is ``Open`` is looked for; what else would help is tried where nothing fits, to be told.
@@ -17,9 +19,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,14 +44,22 @@ _LARGEST = 64
 _ENOUGH = 4
 """Samples of a micro-batch beyond which no place beside the device is tried."""
 _GPU, _STATES, _ALL = "device", "states on the host", "all on the host"
-_HOST = {"device": "cpu"}
-_PLACES: Mapping[str, Mapping[str, Any]] = {
+_STATES_ON_DISK, _ALL_ON_DISK = "states on the disk", "all on the disk"
+_OPTIMIZER, _PARAM = "offload_optimizer", "offload_param"
+_PLACES: Mapping[str, Mapping[str, str]] = {
     _GPU: {},
-    _STATES: {"offload_optimizer": _HOST},
-    _ALL: {"offload_optimizer": _HOST, "offload_param": _HOST},
+    _STATES: {_OPTIMIZER: "cpu"},
+    _ALL: {_OPTIMIZER: "cpu", _PARAM: "cpu"},
+    _STATES_ON_DISK: {_OPTIMIZER: "nvme"},
+    _ALL_ON_DISK: {_OPTIMIZER: "nvme", _PARAM: "nvme"},
 }
+"""What is in them: key of the config → its device."""
+_STAGES_OF = {_GPU: STAGES, _STATES: STAGES[1:], _ALL: STAGES[-1:], _STATES_ON_DISK: STAGES[1:],
+              _ALL_ON_DISK: STAGES[-1:]}  # fmt: skip
+_PARTS = 20
+"""A part of the states on the host is so many parts of all, or more of them."""
 _WHOLE, _MICRO, _STEPS = TRIPLE
-_OURS = ("stage", "offload_optimizer", "offload_param", "zero_hpz_partition_size")
+_OURS = (_OPTIMIZER, _PARAM, "zero_hpz_partition_size")
 
 
 class Open(NamedTuple):
@@ -62,17 +73,20 @@ class Open(NamedTuple):
 @dataclass(frozen=True)
 class Candidate:
     """stage · place: of states and weights · again: activations are computed again · kept: ranks of a node over which
-    weights stay sharded after forward (hpZ), 0: none · samples: of a micro-batch. None: as the config says."""
+    weights stay sharded after forward (hpZ), 0: none · samples: of a micro-batch · part: of the states that is on the
+    host, where they are. None: as the config says."""
 
     stage: int | None
     place: str | None = _GPU
     again: bool | None = False
     kept: int = 0
     samples: int | None = 1
+    part: float = 1.0
 
     def __str__(self) -> str:
         words = ["the stage of the config" if self.stage is None else f"stage {self.stage}"]
-        words += [self.place] if self.place not in (None, _GPU) else []
+        part = f"{self.part:.0%} of the " if self.part < 1 else ""
+        words += [f"{part}{self.place}"] if self.place not in (None, _GPU) else []
         words += ["activations again"] if self.again else []
         words += [f"weights kept in nodes of {self.kept}"] if self.kept else []
         return ", ".join(words)
@@ -83,7 +97,7 @@ class Candidate:
         zero = dict(found.get("zero_optimization") or {})
         if self.place is not None:
             zero = {key: value for key, value in zero.items() if key not in _OURS}
-            zero |= _PLACES[self.place]
+            zero |= {key: self._kept_in(device, base) for key, device in _PLACES[self.place].items()}
             zero |= {"zero_hpz_partition_size": self.kept} if self.kept else {}
         found["zero_optimization"] = zero | ({} if self.stage is None else {"stage": self.stage})
         if self.again or (self.again is not None and "activation_checkpointing" in found):
@@ -94,6 +108,20 @@ class Candidate:
             found.pop(_STEPS, None)
             found |= {_MICRO: self.samples, **({_STEPS: steps} if whole is None else {_WHOLE: whole})}
         return found
+
+
+    def _kept_in(self, device: str, base: Mapping[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = {"device": device}
+        if device == "nvme":
+            found["nvme_path"] = disk_of(base)
+        return found if self.part == 1 else {**found, "ratio": self.part}
+
+
+def disk_of(config: Mapping[str, Any]) -> str | None:
+    """The folder of the tier nvme that ``config`` names, used or not."""
+    zero = config.get("zero_optimization") or {}
+    sections = (zero.get(key) for key in (_OPTIMIZER, _PARAM))
+    return next((each["nvme_path"] for each in sections if isinstance(each, Mapping) and each.get("nvme_path")), None)
 
 
 @dataclass(frozen=True)
@@ -114,7 +142,8 @@ class Row:
 class Choice:
     """rows: the best that fit, best first, the first of them checked · needed: sentences, where none fits · config: the
     first one's, as a file has it; None where none fits · tried: how many were planned · seconds: that it took · plan:
-    the first one's with all that ``plan`` checks; those of the rows are quick ones."""
+    the first one's with all that ``plan`` checks; those of the rows are quick ones · refused: of what is not among the
+    rows, whatever the micro-batch, why."""
 
     hardware: Hardware
     rows: Sequence[Row]
@@ -123,6 +152,7 @@ class Choice:
     tried: int
     seconds: float
     plan: Plan | None = None
+    refused: Mapping[str, str] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -131,8 +161,8 @@ class Choice:
              "samples_per_second": row.samples_per_s, "plan": row.plan.as_dict()}
             for row in self.rows
         ]  # fmt: skip
-        return {"config": self.config, "rows": rows, "needed": list(self.needed), "tried": self.tried,
-                "seconds": self.seconds}  # fmt: skip
+        return {"config": self.config, "rows": rows, "refused": dict(self.refused), "needed": list(self.needed),
+                "tried": self.tried, "seconds": self.seconds}  # fmt: skip
 
 
 def choose(
@@ -184,7 +214,7 @@ def search(
     rows, whole_plan = found.checked(found.rows())
     needed = [] if rows else found.needed()
     config = rows[0].candidate.config(base, where.ranks) if rows else None
-    return Choice(where, rows, needed, config, found.tried, time.perf_counter() - began, whole_plan)
+    return Choice(where, rows, needed, config, found.tried, time.perf_counter() - began, whole_plan, found.refused)
 
 
 class _Change(NamedTuple):
@@ -212,7 +242,8 @@ class _Search:
                 "with more samples"
             )
         self._known: dict[Candidate, Plan | None] = {}
-        self._problems: list[str] = []
+        self._problems: dict[Candidate, str] = {}
+        self.refused: dict[str, str] = {}
         self.tried = 0
 
     def _grows(self) -> bool:
@@ -225,13 +256,20 @@ class _Search:
             found = [row for kind in self._as_said() for row in self._largest(kind)]
             return sorted(found, key=lambda row: -row.samples_per_s)
         found = []
-        for place in _PLACES if self._where.is_gpu else (_GPU,):
+        for place in self._places():
             if place != _GPU and any(row.samples >= min(_ENOUGH, self._sizes[-1]) for row in found):
                 break
             for again in (False, True):
                 for kind in self._kinds(place, again):
                     found += self._largest(kind)
         return sorted(found, key=lambda row: -row.samples_per_s)
+
+    def _places(self) -> Iterator[str]:
+        """The disk where there is one, and the config says which folder."""
+        has_disk = self._where.disk_bytes is not None and disk_of(self._base) is not None
+        for place in _PLACES if self._where.is_gpu else (_GPU,):
+            if has_disk or place not in (_STATES_ON_DISK, _ALL_ON_DISK):
+                yield place
 
     def _as_said(self) -> Iterator[Candidate]:
         """Those that leave what the config says, but for what is open."""
@@ -245,7 +283,7 @@ class _Search:
         return all_ if several else [stage for stage in all_ if stage != 1]
 
     def _kinds(self, place: str, again: bool) -> Iterator[Candidate]:
-        numbers = self._stages({_GPU: STAGES, _STATES: (1, 2, 3), _ALL: (3,)}[place])
+        numbers = self._stages(_STAGES_OF[place])
         for stage in numbers if self._where.ranks > 1 else numbers[:1]:
             yield Candidate(stage, place, again)
         node = self._where.node_ranks or self._where.ranks
@@ -263,7 +301,30 @@ class _Search:
 
     def _largest(self, kind: Candidate) -> list[Row]:
         """With the smallest two micro-batches, and with the largest that fits; with that of the config alone, where
-        it says one."""
+        it says one. Of states on the host also with the least part of them."""
+        found = self._of_sizes(kind)
+        if not found:
+            plan = self._known[kind]
+            short = [] if plan is None else [say for say, tier in zip(plan.sentences(), plan.tiers, strict=True)
+                                             if not tier.fits]  # fmt: skip
+            self.refused[str(kind)] = "; ".join(short) or self._problems[kind]
+        return found + [part for row in found if row.candidate.place == _STATES for part in self._least_part(row)]
+
+    def _least_part(self, row: Row) -> list[Row]:
+        """``row`` with no more of the states on the host than has to be."""
+        without = self._quick(replace(row.candidate, place=_GPU))
+        if without is None or without.fits or without.device.has is None:
+            return []
+        all_, less = without.device.need, without.device.need - row.plan.device.need
+        least = math.ceil(_PARTS * (all_ - without.device.has) / less) if less > 0 else _PARTS
+        for parts in range(least, min(least + 2, _PARTS)):
+            chosen = replace(row.candidate, part=parts / _PARTS)
+            found = self._quick(chosen)
+            if found is not None and found.fits:
+                return [self._row(chosen, found)]
+        return []
+
+    def _of_sizes(self, kind: Candidate) -> list[Row]:
         one = self._quick(kind)
         if one is None or not one.fits:
             return []
@@ -302,14 +363,14 @@ class _Search:
             task = Task(self._model, batch, config, where, self._loss, self._options)
             return task.plan(task.run_quickly() if quick else task.run_all(exact=False), self._rates)
         except (ConfigError, UsageError, ValueError) as error:
-            self._problems.append(str(error))
+            self._problems.setdefault(change.candidate, str(error))
             return None
 
     def checked(self, rows: Sequence[Row]) -> tuple[Sequence[Row], Plan | None]:
         """The best of them, and the first one's plan with all that ``plan`` checks. ``UsageError`` where no candidate
         could be planned at all."""
         if not any(self._known.values()):
-            raise UsageError(f"choose: no config can be planned: {self._problems[0]}")
+            raise UsageError(f"choose: no config can be planned: {next(iter(self._problems.values()))}")
         for place, row in enumerate(rows[:_CHECKED]):
             self._told(f"check: {_words(row.candidate)}")
             whole = self._known[row.candidate] = self._plan(_Change("", row.candidate), quick=False)
@@ -337,10 +398,11 @@ class _Search:
             return
         yield _Change("activation_checkpointing.enabled", replace(closest, again=True))
         if self._where.is_gpu:
-            for keys, place in (("zero_optimization.offload_optimizer", _STATES),
-                                ("stage 3, zero_optimization.offload_optimizer and offload_param", _ALL)):  # fmt: skip
+            for place in (_STATES, _ALL):
+                keys = " and ".join(f"zero_optimization.{key}" for key in _PLACES[place])
                 stage = 3 if place == _ALL else closest.stage
-                yield _Change(f'{keys} on "cpu"', replace(closest, stage=stage, place=place))
+                of_stage = "" if stage == closest.stage else f"stage {stage} and "
+                yield _Change(f'{of_stage}{keys} on "cpu"', replace(closest, stage=stage, place=place))
 
     def _more_ranks(self, closest: Candidate) -> Iterator[_Change]:
         where = self._where

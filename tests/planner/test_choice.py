@@ -109,6 +109,51 @@ def test_places_beside_the_device_are_for_what_is_too_small(large: Choice, small
     assert "host" in table_of(small) and not large.needed and not small.needed
 
 
+def test_no_more_of_the_states_is_on_the_host_than_has_to_be() -> None:
+    base, where = {**BASE, "zero_optimization": {"reduce_bucket_size": 5_000}}, gpus(2_400_000, 1)
+    found = chosen(where, config=base)
+    parts = [row for row in found.rows if row.candidate.part < 1]
+    assert parts and all(row.candidate.place == "states on the host" for row in parts)
+    assert found.rows[0] is parts[0] and f"{parts[0].candidate.part:.0%} of the states on the host" in table_of(found)
+    wholes = {row.candidate: row for row in found.rows}
+    for row in parts:
+        whole = wholes.get(replace(row.candidate, part=1.0))
+        assert whole is None or row.samples_per_s > whole.samples_per_s, "the device steps its part faster"
+        ratio = load_config(row.candidate.config(base, 1)).zero_optimization.offload_optimizer.ratio
+        assert ratio == row.candidate.part and planned(row.candidate.config(base, 1), where).fits
+        less = replace(row.candidate, part=row.candidate.part - 0.1)
+        assert not planned(less.config(base, 1), where).fits
+
+
+def test_the_disk_is_for_what_no_memory_holds() -> None:
+    """It is tried where there is one, and the config says in which folder."""
+    zero = {"offload_optimizer": {"device": "none", "nvme_path": "here"}}
+    named, where = {**BASE, "zero_optimization": zero}, gpus(500_000, 1, host_bytes=2_000_000, disk_bytes=10**9)
+    for config, hardware, is_tried in (
+        (named, where, True), (BASE, where, False), (named, replace(where, disk_bytes=None), False)
+    ):  # fmt: skip
+        found = chosen(hardware, config=config)
+        tried = {name.removesuffix(", activations again") for name in found.refused if "disk" in name}
+        assert tried == ({"stage 1, states on the disk", "stage 3, all on the disk"} if is_tried else set())
+    config = Candidate(3, "all on the disk").config(named, 1)
+    assert config["zero_optimization"]["offload_param"] == {"device": "nvme", "nvme_path": "here"}
+    fitting = planned(config, gpus(10**8, 1, disk_bytes=10**9))
+    assert fitting.fits and fitting.disk is not None
+
+
+def test_what_is_not_among_the_rows_is_refused_for_a_reason(small: Choice, large: Choice) -> None:
+    assert not large.refused
+    assert {"stage 0", "stage 0, activations again"} <= small.refused.keys()
+    for name, why in small.refused.items():
+        assert "does not fit, " in why, name
+    assert not {str(row.candidate) for row in small.rows} & small.refused.keys()
+
+
+def test_what_the_engine_refuses_is_refused_in_its_words() -> None:
+    found = chosen(LARGE, config={**BASE, "zero_optimization": {"shard_group_size": 1}})
+    assert found.rows and "expected" in found.refused["stage 0"]
+
+
 @pytest.mark.parametrize(
     ("said", "whole"),
     [
