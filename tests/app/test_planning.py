@@ -210,6 +210,22 @@ def test_a_dry_run_plans_the_run_that_train_would_make(
     assert states[0] is not None and states[1] is not None and states[0][0] != states[1][0]
 
 
+def test_what_is_auto_is_decided_for_the_ranks_that_there_would_be(
+    trained: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "auto.json"
+    tree = {"train_micro_batch_size_per_gpu": "auto", "train_batch_size": 8, "zero_optimization": {"stage": "auto"}}
+    config.write_text(json.dumps(tree))
+    assert trained("--ranks", "2", config=str(config)) == 0
+    found = re.search(r'"auto": zero_optimization.stage is (\d), train_micro_batch_size_per_gpu is (\d); by',
+                      said := capsys.readouterr().out)  # fmt: skip
+    assert found is not None and f"stage {found[1]}, micro-batches of {found[2]} × 48, " in said
+    assert int(found[2]) * int(re.search(r"× 48, (\d) micro", said)[1]) * 2 == 8  # type: ignore[index]
+    monkeypatch.setattr(machine, "host_bytes", lambda: 400_000)
+    assert trained("--ranks", "2", config=str(config)) == 2
+    assert '"auto": nothing fits; the closest is stage ' in capsys.readouterr().err
+
+
 def test_a_dry_run_of_what_does_not_fit_ends_with_1(
     trained: Callable[..., int], config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

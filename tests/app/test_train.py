@@ -357,13 +357,13 @@ def test_train_end_to_end(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixt
 
 @pytest.fixture
 def alone(tiny: Path, tmp_path: Path, handlers: None) -> Callable[..., Path]:
-    """``alone(name, plan=…)``: one rank trains in this process; where it has written to."""
+    """``alone(name, plan=…, config=…)``: one rank trains in this process; where it has written to."""
 
-    def train(name: str, **more: Any) -> Path:
+    def train(name: str, config: Path = tiny / "config.json", **more: Any) -> Path:
         output = tmp_path / name
         output.mkdir()
         chosen = settings.Settings(
-            tiny / "config.json", str(tiny / "model"), str(tiny / "text.txt"), 3, output, tmp_path, 32, planned_steps=3,
+            config, str(tiny / "model"), str(tiny / "text.txt"), 3, output, tmp_path, 32, planned_steps=3,
             **more,
         )  # fmt: skip
         rank_sums = RankSums(mesh.build(torch.device("cpu")))
@@ -388,6 +388,21 @@ def test_a_plan_changes_no_bit_and_may_be_left_out(
     assert files[0] == files[1]
     losses = [re.findall(r'"loss": ([^,]+)', (path / "metrics.jsonl").read_text()) for path in (with_plan, without)]
     assert losses[0] == losses[1] and len(losses[0]) == 3
+
+
+def test_what_is_auto_is_decided_before_the_engine_is_made(
+    alone: Callable[..., Path], tiny: Path, tmp_path: Path
+) -> None:
+    tree = json.loads((tiny / "config.json").read_text(encoding="utf-8"))
+    auto = {**tree, "zero_optimization": {"stage": "auto"}, "train_micro_batch_size_per_gpu": "auto"}
+    del auto["gradient_accumulation_steps"]
+    (tmp_path / "auto.json").write_text(json.dumps({**auto, "train_batch_size": 8}), encoding="utf-8")
+    decided = alone("decided", config=tmp_path / "auto.json")
+    found = json.loads((decided / "shardengine.json").read_text(encoding="utf-8"))
+    assert found["train_batch_size"] == 8 and found["train_micro_batch_size_per_gpu"] in (1, 2, 4, 8)
+    said = alone("said", config=decided / "shardengine.json")
+    one, other = ((path / "model" / "model.safetensors").read_bytes() for path in (decided, said))
+    assert one == other
 
 
 def test_a_run_that_exceeds_its_plan_says_which_part(

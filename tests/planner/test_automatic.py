@@ -199,6 +199,17 @@ def test_other_mistakes_of_a_config_are_told_as_always() -> None:
     assert len(raised.value.problems) == 1, raised.value.problems
 
 
+def test_adapters_and_no_batch() -> None:
+    """peft's wrapper says nothing of what its forward takes."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    whole = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=1))
+    model = peft.get_peft_model(whole, peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
+    engine = made({"optimizer": OPTIMIZER, MICRO: "auto"}, model=model, batch=None, loss=None)
+    assert sizes_of(engine) == (0, 64, 64)
+    engine.close()
+
+
 def test_what_stands_there_until_it_is_decided() -> None:
     open_ = {"zero_optimization": {"stage": "auto", "offload_param": {"device": "cpu"}}}
     assert automatic.provisional({**open_, MICRO: "auto"}) == {STAGE: 3, MICRO: 1}
