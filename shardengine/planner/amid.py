@@ -13,13 +13,12 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardengine.config import Config, MonitorConfig
+from shardengine.config import Config
 from shardengine.errors import UsageError
 from shardengine.planner import batches
 from shardengine.planner.hardware import Hardware
@@ -39,12 +38,10 @@ def plan_amid(
     loss: Callable[[Any], Tensor] = batches.loss_of,
     **options: Any,
 ) -> Plan | str:
-    """``plan`` as ``undisturbed``; no monitor is written. A text says why there is no plan, in a few words: that is no
-    reason to end a run.
+    """``plan`` as ``undisturbed``. A text says why there is no plan, in a few words: that is no reason to end a run.
 
     batch: makes a micro-batch. Other ranks may wait meanwhile: it ends when a part of ``timeout_s`` is over.
     """
-    config = replace(config.resolve_batch(where.ranks), notices=(), monitor=MonitorConfig())
     try:
         with undisturbed(model):
             asked = in_time(loss, _PATIENCE * config.timeout_s)

@@ -48,7 +48,7 @@ from shardengine.offload import BufferPool
 from shardengine.planner import batches
 from shardengine.planner.amid import TooLong, in_time, reason_of, undisturbed
 from shardengine.planner.calibration import measured
-from shardengine.planner.choice import Choice, Open, search
+from shardengine.planner.choice import Choice, Open, Question, search
 from shardengine.planner.hardware import Hardware
 from shardengine.planner.machine import this_machine
 from shardengine.planner.memory_plan import options_of
@@ -91,7 +91,7 @@ def read_open(config: Mapping[str, Any] | str | Path | Config) -> tuple[Mapping[
     names = automatic_keys(tree)
     follows = all(isinstance(tree.get(size), int) for size in TRIPLE if size != MICRO)
     found = Open(STAGE in names, MICRO in names and not follows, rest=False)
-    return tree, found if found.stage or found.micro_batch else None
+    return tree, found if found.stages or found.micro_batches else None
 
 
 def provisional(config: Mapping[str, Any] | str | Path | Config) -> dict[str, int]:
@@ -172,7 +172,7 @@ def decide_for(
 ) -> tuple[dict[str, int], str]:
     """Values, and a sentence on why; by this process alone. groups: how fast collectives are; ``UsageError`` as
     ``decide``."""
-    names = [name for name, asked in ((STAGE, task.open_.stage), (MICRO, task.open_.micro_batch)) if asked]
+    names = [name for name, asked in ((STAGE, task.open_.stages), (MICRO, task.open_.micro_batches)) if asked]
     why = None
     try:
         with undisturbed(task.model):
@@ -205,11 +205,8 @@ def _search(task: Task, where: Hardware, groups: Mapping[str, GroupSpeed]) -> Ch
     with without_values():
         batch = batches.example(task.model, 1, None) if task.batch is None else batches.on_host(task.batch)
     options = options_of({} if task.optimizer is None else {"optimizer": task.optimizer}, "initialize")
-    tree = {name: value for name, value in task.tree.items() if name != "monitor"}
     loss = in_time(task.loss, _PATIENCE * load_or_default(task.tree, task.auto).timeout_s)
-    return search(
-        task.model, tree, where, batch, rates=rates, open_=task.open_, loss=loss, options=options, auto=task.auto
-    )
+    return search(Question(task.model, task.tree, batch, task.open_, loss, options, task.auto), where, rates)
 
 
 def _sentence(found: Choice, values: Mapping[str, int]) -> str:

@@ -56,6 +56,8 @@ _PLACES: Mapping[str, Mapping[str, str]] = {
 """What is in them: key of the config → its device."""
 _STAGES_OF = {_GPU: STAGES, _STATES: STAGES[1:], _ALL: STAGES[-1:], _STATES_ON_DISK: STAGES[1:],
               _ALL_ON_DISK: STAGES[-1:]}  # fmt: skip
+_STAGES_OF_ONE = (*STAGES[:1], *STAGES[2:])
+"""With one micro-batch a step."""
 _PARTS = 20
 """A part of the states on the host is so many parts of all, or more of them."""
 _WHOLE, _MICRO, _STEPS = TRIPLE
@@ -65,8 +67,8 @@ _OURS = (_OPTIMIZER, _PARAM, "zero_hpz_partition_size")
 class Open(NamedTuple):
     """What of a config is chosen ([Note: What is open])."""
 
-    stage: bool = True
-    micro_batch: bool = True
+    stages: bool = True
+    micro_batches: bool = True
     rest: bool = True
 
 
@@ -192,28 +194,33 @@ def choose(
         whole = made(model)
         given = None if batch is None else batches.on_host(batch)
         one = given or batches.example(whole, 1, length)
-    return search(whole, base, where, one, loss=loss, rates=rates or Rates.given(where), options=options, told=told)
+    asked = Question(whole, base, one, loss=loss, options=options)
+    return search(asked, where, rates or Rates.given(where), told)
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a config is chosen for. base: of what it is made · batch: a micro-batch of any size · open_: what is chosen,
+    the rest is as ``base`` says · loss, options: as for ``plan`` · auto: as for ``load_config``."""
+
+    model: nn.Module
+    base: Mapping[str, Any]
+    batch: Mapping[str, Any]
+    open_: Open = field(default_factory=Open)
+    loss: Callable[[Any], Tensor] = batches.loss_of
+    options: Mapping[str, Any] = field(default_factory=dict)
+    auto: Mapping[str, Any] = field(default_factory=dict)
 
 
 def search(
-    model: nn.Module,
-    base: Mapping[str, Any],
-    where: Hardware,
-    batch: Mapping[str, Any],
-    *,
-    rates: Rates,
-    open_: Open = Open(),  # noqa: B008 (it cannot be changed)
-    loss: Callable[[Any], Tensor] = batches.loss_of,
-    options: Mapping[str, Any] | None = None,
-    auto: Mapping[str, Any] | None = None,
-    told: Callable[[str], None] = lambda text: None,
+    asked: Question, where: Hardware, rates: Rates, told: Callable[[str], None] = lambda text: None
 ) -> Choice:
-    """As ``choose``; open_: what is chosen, the rest is as ``base`` says · auto: as for ``load_config``."""
+    """As ``choose``."""
     began = time.perf_counter()
-    found = _Search(model, base, where, batch, open_, loss, rates, options or {}, auto or {}, told)
+    found = _Search(asked, where, rates, told)
     rows, whole_plan = found.checked(found.rows())
     needed = [] if rows else found.needed()
-    config = rows[0].candidate.config(base, where.ranks) if rows else None
+    config = rows[0].candidate.config(asked.base, where.ranks) if rows else None
     return Choice(where, rows, needed, config, found.tried, time.perf_counter() - began, whole_plan, found.refused)
 
 
@@ -230,12 +237,12 @@ class _Change(NamedTuple):
 class _Search:
     """See [Note: Search]."""
 
-    def __init__(
-        self, model: nn.Module, base: Mapping[str, Any], where: Hardware, batch: Mapping[str, Any], *more: Any
-    ) -> None:
-        self._model, self._base, self._where, self._batch = model, base, where, batch
-        self._open, self._loss, self._rates, self._options, self._auto, self._told = more
-        self._samples = next((each.shape[0] for each in batch.values() if isinstance(each, Tensor) and each.dim()), 1)
+    def __init__(self, asked: Question, where: Hardware, rates: Rates, told: Callable[[str], None]) -> None:
+        self._asked, self._where, self._rates, self._told = asked, where, rates, told
+        self._base, self._batch, self._open = asked.base, asked.batch, asked.open_
+        self._samples = next(
+            (each.shape[0] for each in asked.batch.values() if isinstance(each, Tensor) and each.dim()), 1
+        )
         if not self._grows():
             raise UsageError(
                 "choose: expected batch= of tensors [samples, ...] by name, got one of which nothing would be larger "
@@ -273,14 +280,14 @@ class _Search:
 
     def _as_said(self) -> Iterator[Candidate]:
         """Those that leave what the config says, but for what is open."""
-        smallest = self._sizes[0] if self._open.micro_batch else None
-        for stage in self._stages(STAGES) if self._open.stage else (None,):
+        smallest = self._sizes[0] if self._open.micro_batches else None
+        for stage in self._stages(STAGES) if self._open.stages else (None,):
             yield Candidate(stage, None, None, samples=smallest)
 
     def _stages(self, all_: Sequence[int]) -> Sequence[int]:
         """With one micro-batch a step stage 2 sends what stage 1 does, and keeps less."""
         several = global_batch(self._base, self._where.ranks) is not None or (_number(self._base, _STEPS) or 1) > 1
-        return all_ if several else [stage for stage in all_ if stage != 1]
+        return [each for each in all_ if several or each in _STAGES_OF_ONE]
 
     def _kinds(self, place: str, again: bool) -> Iterator[Candidate]:
         numbers = self._stages(_STAGES_OF[place])
@@ -328,7 +335,7 @@ class _Search:
         one = self._quick(kind)
         if one is None or not one.fits:
             return []
-        sizes, found = self._sizes if self._open.micro_batch else [], [self._row(kind, one)]
+        sizes, found = self._sizes if self._open.micro_batches else [], [self._row(kind, one)]
         two = self._quick(replace(kind, samples=sizes[1])) if len(sizes) > 1 else None
         if two is None or not two.fits:
             return found
@@ -357,10 +364,10 @@ class _Search:
         where = change.where or self._where
         try:
             tree = change.candidate.config(change.base or self._base, where.ranks)
-            config = load_config(tree, self._auto).resolve_batch(where.ranks)
+            config = load_config(tree, self._asked.auto).resolve_batch(where.ranks)
             samples = config.train_micro_batch_size_per_gpu or 1
             batch = batches.resized(change.batch or self._batch, self._samples, samples)
-            task = Task(self._model, batch, config, where, self._loss, self._options)
+            task = Task(self._asked.model, batch, config, where, self._asked.loss, self._asked.options)
             return task.plan(task.run_quickly() if quick else task.run_all(exact=False), self._rates)
         except (ConfigError, UsageError, ValueError) as error:
             self._problems.setdefault(change.candidate, str(error))
@@ -398,11 +405,12 @@ class _Search:
             return
         yield _Change("activation_checkpointing.enabled", replace(closest, again=True))
         if self._where.is_gpu:
-            for place in (_STATES, _ALL):
-                keys = " and ".join(f"zero_optimization.{key}" for key in _PLACES[place])
-                stage = 3 if place == _ALL else closest.stage
-                of_stage = "" if stage == closest.stage else f"stage {stage} and "
-                yield _Change(f'{of_stage}{keys} on "cpu"', replace(closest, stage=stage, place=place))
+            of_states, of_all = (
+                " and ".join(f"zero_optimization.{key}" for key in _PLACES[place]) for place in (_STATES, _ALL)
+            )
+            yield _Change(f'{of_states} on "cpu"', replace(closest, place=_STATES))
+            last = STAGES[-1]
+            yield _Change(f'stage {last} and {of_all} on "cpu"', replace(closest, stage=last, place=_ALL))
 
     def _more_ranks(self, closest: Candidate) -> Iterator[_Change]:
         where = self._where

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardengine.budget import ALONE
-from shardengine.config import Config, load_config
+from shardengine.config import Config, MonitorConfig, load_config
 from shardengine.engine import Engine
 from shardengine.errors import UsageError
 from shardengine.planner import batches
@@ -248,7 +248,10 @@ class Task:
         """What ``run`` says, of time only where there are ``rates``."""
         time = None if rates is None else _times(run, rates, self.where.ranks, self.config)
         found = _plan_of(run, self.where, self.place.rank, self.batch)
-        return replace(found, time=time, config=replace(found.config, **_batch_of(self.config)))
+        config = replace(
+            found.config, monitor=self.config.monitor, notices=self.config.notices, **_batch_of(self.config)
+        )
+        return replace(found, time=time, config=config)
 
     def run_all(self, exact: bool) -> DryRun:
         """By shorter models where they say the same; an optimizer that exists knows all layers' parameters."""
@@ -282,7 +285,8 @@ class Task:
             assert isinstance(copied, nn.Module)
             return copied
 
-        config = replace(self.config, **_batch_of(self.config, min(_RUN, self.config.gradient_accumulation_steps or 1)))
+        sizes = _batch_of(self.config, min(_RUN, self.config.gradient_accumulation_steps or 1))
+        config = replace(self.config, **sizes, monitor=MonitorConfig(), notices=())  # nothing is written or said
         return dry_run(make, lambda: self.batch, config, self.place, self.loss, options, steps)
 
 

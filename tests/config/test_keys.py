@@ -189,6 +189,7 @@ def test_the_config_imports_no_torch(name: str) -> None:
         "collections",
         "dataclasses",
         "difflib",
+        "contextlib",
         "enum",
         "re",
         "json",

@@ -19,7 +19,7 @@ import shardengine
 from shardengine import Hardware, choose
 from shardengine.errors import MismatchError, UsageError
 from shardengine.planner import Rates, automatic
-from shardengine.planner.choice import Open, search
+from shardengine.planner.choice import Open, Question, search
 from tests.support.ranks import RankPool
 
 WIDTH = 64
@@ -71,7 +71,7 @@ def test_it_is_what_the_search_finds(caplog: pytest.LogCaptureFixture) -> None:
     base = {"optimizer": OPTIMIZER, "train_batch_size": 8, "zero_optimization": {"stage": "auto"}, MICRO: "auto"}
     has = 3_500_000
     where = Hardware(1, has, is_gpu=False)
-    found = search(Net(), base, where, BATCH, rates=RATES, open_=Open(rest=False), loss=square)
+    found = search(Question(Net(), base, BATCH, Open(rest=False), square), where, RATES)
     best = found.rows[0].plan.config
     with caplog.at_level(logging.WARNING, "shardengine"):
         engine = made(base, has=has)
@@ -313,3 +313,16 @@ def test_choose_tries_what_it_did() -> None:
     found = choose(Net(), base, "2x24GB", batch=BATCH, loss=square)
     assert {row.candidate.stage for row in found.rows} == {0, 1, 2, 3}
     assert {row.candidate.again for row in found.rows} == {True, False}
+
+
+def test_no_plan_writes_what_a_monitor_would(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of one rank, which is the first: a run's own file may be there. Nor are notices of the config told by plans."""
+    file = {"enabled": True, "output_path": str(tmp_path / "logs"), "job_name": "run"}
+    base = {"optimizer": OPTIMIZER, "train_batch_size": 4, "csv_monitor": file, "zero_optimization": {"stage": "auto"}}
+    said = {**base, "zero_optimization": {"stage": 1}}
+    with caplog.at_level(logging.INFO, "shardengine"):
+        shardengine.plan(Net(), said, "24GB", batch={"x": torch.zeros(4, 32, WIDTH)}, loss=square)
+        choose(Net(), said, "24GB", batch=BATCH, loss=square)
+    assert not list(tmp_path.iterdir()) and "csv_monitor" not in caplog.text
+    made(base).close()
+    assert [path.name for path in (tmp_path / "logs").rglob("*.csv")] == ["metrics.csv"]
