@@ -52,7 +52,6 @@ from shardengine.planner.choice import Choice, Open, Question, search
 from shardengine.planner.hardware import Hardware
 from shardengine.planner.machine import this_machine
 from shardengine.planner.memory_plan import options_of
-from shardengine.planner.no_values import without_values
 from shardengine.planner.rates import Rates
 
 STAGE, MICRO = "zero_optimization.stage", "train_micro_batch_size_per_gpu"
@@ -202,8 +201,7 @@ def _search(task: Task, where: Hardware, groups: Mapping[str, GroupSpeed]) -> Ch
     rates = Rates.given(where) if where.is_gpu else measured(cores=count_cores() if where.ranks > 1 else 0)
     exchange = groups[GroupName.GATHER].latency_s if groups else rates.exchange_s
     rates = replace(rates, groups=groups, exchange_s=exchange)
-    with without_values():
-        batch = batches.example(task.model, 1, None) if task.batch is None else batches.on_host(task.batch)
+    batch = batches.example(task.model, 1, None) if task.batch is None else batches.on_host(task.batch)
     options = options_of({} if task.optimizer is None else {"optimizer": task.optimizer}, "initialize")
     loss = in_time(task.loss, _PATIENCE * load_or_default(task.tree, task.auto).timeout_s)
     return search(Question(task.model, task.tree, batch, task.open_, loss, options, task.auto), where, rates)

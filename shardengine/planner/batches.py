@@ -16,7 +16,11 @@ from shardengine.errors import UsageError
 
 LENGTH = 512
 """Tokens, where nobody says how many."""
-_ONE_LABEL = ("ForSequenceClassification", "ForImageClassification", "ForMultipleChoice", "ForAudioClassification")
+_CHOICES = "ForMultipleChoice"
+_ONE_LABEL = ("ForSequenceClassification", "ForImageClassification", _CHOICES, "ForAudioClassification",
+              "ForNextSentencePrediction")  # fmt: skip
+_ENDS = ("start_positions", "end_positions")
+"""Of an answer in a text, which are the labels of some models."""
 
 
 def example(model: nn.Module, samples: int, length: int | None) -> dict[str, Tensor]:
@@ -28,19 +32,31 @@ def example(model: nn.Module, samples: int, length: int | None) -> dict[str, Ten
     main = getattr(inner, "main_input_name", None) or next(iter(takes), "")
     batch: dict[str, Tensor] = {}
     if main == "input_ids":
-        batch[main] = torch.zeros(samples, _tokens(config, length), dtype=torch.int64)
+        choices = (2,) if type(inner).__name__.endswith(_CHOICES) else ()
+        batch[main] = torch.zeros(samples, *choices, _tokens(config, length), dtype=torch.int64)
     elif main == "pixel_values" and config is not None:
         size = getattr(config, "image_size", 224)
         height, width = (size, size) if isinstance(size, int) else size
         batch[main] = torch.zeros(samples, getattr(config, "num_channels", 3), height, width)
-    if not batch or "labels" not in takes:
+    ends = [name for name in _ENDS if name in takes]
+    if not batch or not ("labels" in takes or ends):
         raise UsageError(
             f"plan: expected batch=, a mapping of what {type(model).__name__}.forward takes, and loss=, a function of "
             "what it returns: one is made for models of transformers that take input_ids or pixel_values, and labels"
         )
+    if "labels" not in takes:
+        return batch | {name: torch.zeros(samples, dtype=torch.int64) for name in ends}
     one_each = type(inner).__name__.endswith(_ONE_LABEL)
-    batch["labels"] = torch.zeros(samples, dtype=torch.int64) if one_each else batch[main].long()
+    batch["labels"] = _label(samples, config) if one_each else batch[main].long()
     return batch
+
+
+def _label(samples: int, config: Any) -> Tensor:
+    """Of each sample one: a class, a number, or several classes at once."""
+    kind, classes = getattr(config, "problem_type", None), getattr(config, "num_labels", 2)
+    if kind == "multi_label_classification" or (kind == "regression" and classes > 1):
+        return torch.zeros(samples, classes)
+    return torch.zeros(samples, dtype=torch.float32 if kind == "regression" or classes == 1 else torch.int64)
 
 
 def on_host(batch: Mapping[str, Any]) -> dict[str, Any]:

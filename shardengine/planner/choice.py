@@ -192,8 +192,7 @@ def choose(
     base = read_tree(Path(config)) if isinstance(config, (str, Path)) else copy.deepcopy(dict(config))
     with without_values():
         whole = made(model)
-        given = None if batch is None else batches.on_host(batch)
-        one = given or batches.example(whole, 1, length)
+    one = batches.example(whole, 1, length) if batch is None else batches.on_host(batch)
     asked = Question(whole, base, one, loss=loss, options=options)
     return search(asked, where, rates or Rates.given(where), told)
 

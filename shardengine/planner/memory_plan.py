@@ -5,6 +5,7 @@ Owns: the result, what of it is said. Must not know: how bytes are counted (dry_
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,6 +40,9 @@ from shardengine.planner.no_values import NoValues, without_values, without_weig
 from shardengine.planner.rates import Rates
 from shardengine.planner.replay import Times, carried_times, simulate
 from shardengine.planner.tape import Tape
+
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -169,7 +173,11 @@ def plan(
     given = None if batch is None else batches.on_host(batch)
     with without_values():
         found = made(model)
-        used = given or batches.example(found, resolved.train_micro_batch_size_per_gpu or 1, length)
+    micro = resolved.train_micro_batch_size_per_gpu or 1
+    used = given or batches.example(found, micro, length)
+    sizes = [len(each) for each in used.values() if isinstance(each, Tensor) and each.dim()]
+    if sizes and micro not in sizes:
+        _log.warning("a micro-batch of %d is planned, as batch= has it; the config says %d samples", sizes[0], micro)
     task = Task(found, used, resolved, where, loss, options)
     return task.plan(task.run_all(exact), rates or (Rates.given(where) if where.has_speeds else None))
 

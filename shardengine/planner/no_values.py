@@ -192,9 +192,13 @@ def without_values(*, on_gpu: bool = False, report: kernels.Report | None = None
         yield last.enter_context(NoValues())
 
 
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
 def without_weights(model: nn.Module, mode: NoValues, *others: Any, instead: Mapping[nn.Module, Any] = _NONE) -> Any:
     """A copy of ``model`` whose parameters, and buffers of floating-point numbers, are fake: those it shares are
-    shared, hooks and attributes are copied as ``copy.deepcopy`` does. ``model`` stays as it is.
+    shared, hooks and attributes are copied as ``copy.deepcopy`` does; those that it cannot copy (locks, open files) are
+    the copy's, too. ``model`` stays as it is.
 
     others: what refers to its parameters, an optimizer or a scheduler: the model and these, all copied · instead: what
     is there in the place of some of its modules.
@@ -209,5 +213,21 @@ def without_weights(model: nn.Module, mode: NoValues, *others: Any, instead: Map
         for buffer in module.buffers(recurse=False):
             if buffer.is_floating_point() or buffer.is_meta or buffer.nbytes >= LARGE:
                 memo.setdefault(id(buffer), mode.empty(buffer))
-    copies = [copy.deepcopy(each, memo) for each in (model, *others)]
-    return copies if others else copies[0]
+    try:
+        copies = copy.deepcopy((model, *others), dict(memo))
+    except Exception:  # what a class's own __deepcopy__ raises is of any kind
+        _share_others(model, mode, memo)
+        copies = copy.deepcopy((model, *others), memo)
+    return list(copies) if others else copies[0]
+
+
+def _share_others(model: nn.Module, mode: NoValues, memo: dict[int, Any]) -> None:
+    """Let ``memo`` have attributes of modules that cannot be copied: as they are, and tensors without values."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if name in _OF_EVERY_MODULE or id(value) in memo:
+                continue
+            try:
+                copy.deepcopy(value, dict(memo))
+            except Exception:
+                memo[id(value)] = mode.empty(value) if isinstance(value, Tensor) else value
