@@ -41,7 +41,6 @@ from shardengine.planner.rates import Rates
 from shardengine.planner.replay import Times, carried_times, simulate
 from shardengine.planner.tape import Tape
 
-
 _log = logging.getLogger(__name__)
 
 
