@@ -14,7 +14,7 @@ from shardengine.checkpoint import directory
 from shardengine.errors import UsageError
 from shardengine.interchange.stored import find, listed
 from shardengine.interchange.summary import examine, grouped
-from shardengine.planner import show_bytes
+from shardengine.planner import show_bytes, table
 
 _HELD = 8
 
@@ -154,7 +154,4 @@ def _printable(text: str) -> str:
 
 
 def _table(rows: list[list[str]]) -> str:
-    rows = [[_printable(cell) for cell in row] for row in rows]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join(line.rstrip() for line in lines)
+    return table([[_printable(cell) for cell in row] for row in rows])

@@ -44,6 +44,7 @@ from shardengine.planner import (
     plan_amid,
     show_bytes,
     summary_of,
+    table,
     table_of,
     taken_by,
     this_machine,
@@ -265,8 +266,6 @@ def time_of(found: Plan) -> list[str]:
     what = "tokens" if len(shape) == 2 else "samples"
     head = ["step", "busy", "exposed", "limit"]
     rows = [[part.name, *(_show_seconds(each) for each in part[1:])] for part in times.parts if part.busy]
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)]
     told = [
         f"step: about {_show_seconds(times.seconds)}, no less than {_show_seconds(times.bound)}: "
         f"{items / times.seconds:,.0f} {what}/s in all"
@@ -276,7 +275,7 @@ def time_of(found: Plan) -> list[str]:
         told.append(f"not counted, nobody knows their FLOPs: {named}")
     if times.assumed:
         told.append(f"declared, since nothing was said of it: {', '.join(times.assumed)}")
-    return ["", *(line.rstrip() for line in table), "", *told]
+    return ["", table([head, *rows]), "", *told]
 
 
 def _show_seconds(seconds: float) -> str:

@@ -41,7 +41,7 @@ from shardengine.planner.comparison import (
     watched,
 )
 from shardengine.planner.dry_engine import DryRun, Place, dry_run
-from shardengine.planner.hardware import Hardware, Link, show_bytes
+from shardengine.planner.hardware import Hardware, Link, show_bytes, table
 from shardengine.planner.ledger import Ledger, Moment, highest
 from shardengine.planner.machine import this_machine
 from shardengine.planner.memory_plan import Plan, Tier, plan, summary_of
@@ -88,6 +88,7 @@ __all__ = [
     "show_bytes",
     "simulate",
     "summary_of",
+    "table",
     "table_of",
     "taken_by",
     "this_machine",

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from shardengine.config import STAGES, TRIPLE, load_config, read_tree
 from shardengine.errors import ConfigError, UsageError
 from shardengine.planner import batches
-from shardengine.planner.hardware import Hardware, show_bytes
+from shardengine.planner.hardware import Hardware, show_bytes, table
 from shardengine.planner.memory_plan import Plan, Task, Tier, hardware_of, made, options_of
 from shardengine.planner.no_values import without_values
 from shardengine.planner.rates import Rates
@@ -163,8 +163,9 @@ class Choice:
              "samples_per_second": row.samples_per_s, "plan": row.plan.as_dict()}
             for row in self.rows
         ]  # fmt: skip
-        return {"config": self.config, "rows": rows, "refused": dict(self.refused), "needed": list(self.needed),
-                "tried": self.tried, "seconds": self.seconds}  # fmt: skip
+        plan = None if self.plan is None else self.plan.as_dict()
+        return {"config": self.config, "plan": plan, "rows": rows, "refused": dict(self.refused),
+                "needed": list(self.needed), "tried": self.tried, "seconds": self.seconds}  # fmt: skip
 
 
 def choose(
@@ -471,9 +472,7 @@ def table_of(found: Choice) -> str:
         needs = [tiers.get(name, "") for name in head[3:-2]]
         rows.append([str(place), str(row.candidate), str(row.samples), *needs,
                      f"{row.plan.time.seconds:.3g} s", f"{row.samples_per_s:.4g}"])  # fmt: skip
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
-    return "\n".join(lines)
+    return table(rows)
 
 
 def _uses(found: Choice, name: str) -> bool:

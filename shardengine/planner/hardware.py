@@ -1,4 +1,6 @@
-"""What a run has: ranks, and the memory of each tier, as people write it (``4x24GB``). Must not know: engines.
+"""What a run has: ranks, and the memory of each tier, as people write it (``4x24GB``) and read it.
+
+Must not know: engines.
 
 Sizes are decimal, as on a card's box (24GB is 24e9 bytes, what a card of that name has at least); GiB are binary.
 """
@@ -6,7 +8,7 @@ Sizes are decimal, as on a card's box (24GB is 24e9 bytes, what a card of that n
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -157,6 +159,13 @@ def parse_bytes(text: str, what: str) -> int:
     if match[3] == "b" and (match[2] or "").isupper():
         raise UsageError(f"{what}: expected bytes, as 25GB, got {text!r}, which are bits: 8 of them are a byte")
     return round(float(match[1]) * _UNITS[(match[2] or "").upper()])
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of equally many cells, one under the other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def show_bytes(count: float) -> str:

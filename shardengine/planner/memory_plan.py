@@ -33,7 +33,7 @@ from shardengine.planner.dry_engine import (
     bytes_by_kind,
     dry_run,
 )
-from shardengine.planner.hardware import Hardware, show_bytes
+from shardengine.planner.hardware import Hardware, show_bytes, table
 from shardengine.planner.layers import Layers, layers_of, shorter
 from shardengine.planner.ledger import Moment, highest
 from shardengine.planner.no_values import NoValues, without_values, without_weights
@@ -348,7 +348,4 @@ def summary_of(found: Plan) -> str:
             [tier.name, show_bytes(tier.peak), *(show_bytes(tier.at_peak.get(kind, 0)) for kind in kinds),
              tier.phase or FORWARD, show_bytes(tier.rests), show_bytes(tier.initialize)]
         )  # fmt: skip
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    return "\n".join(
-        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    return table(rows)
