@@ -14,13 +14,14 @@ says ``bf16`` or ``fp16``, weights are in that dtype and there is no autocast.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,9 +31,11 @@ from accelerate.state import DistributedType
 from accelerate.utils import MODEL_NAME, is_compiled_module
 from torch import Tensor, nn
 
-from shardengine.config import TRIPLE, Config, load_config, read_tree
-from shardengine.engine import Engine
-from shardengine.errors import UsageError
+from shardengine.comm import Mesh
+from shardengine.config import STAGES, TRIPLE, Config, automatic_keys, load_config, read_tree
+from shardengine.engine import Engine, mesh_of
+from shardengine.errors import ConfigError, UsageError
+from shardengine.planner import Open, automatic
 from shardengine.start import initialize
 
 _log = logging.getLogger(__name__)
@@ -42,8 +45,15 @@ _AUTOCAST = {"no": None, "bf16": "bfloat16", "fp16": "float16"}
 _TOTAL, _MICRO, _STEPS = TRIPLE
 _TOGETHER = "expected the model and its optimizer in one call, as in accelerator.prepare(model, optimizer, ...)"
 _made: weakref.WeakSet[Engine] = weakref.WeakSet()
-BeforeEngine = Callable[[nn.Module | None, Config, torch.optim.Optimizer | None], None]
-"""Is given a model that is whole (None where an earlier engine has left it sharded), the config and the optimizer."""
+
+
+class Surroundings(NamedTuple):
+    """What a trainer knows, and an accelerator does not. before_engine: called before each engine is made that trains,
+    with a model that is whole (None where an earlier engine has left it sharded), the config and the optimizer ·
+    first_batch: makes a micro-batch, by which the stage is decided where the config says "auto"; called on rank 0."""
+
+    before_engine: Callable[[nn.Module | None, Config, torch.optim.Optimizer | None], None]
+    first_batch: Callable[[], Mapping[str, Any]]
 
 
 class ConfigOptimizer(torch.optim.Optimizer):
@@ -93,7 +103,9 @@ class ShardAccelerator(Accelerator):
     _unsynchronised: list[Engine]
     _saving: dict[str, Any] | None = None
     _told_of_clipping = False
-    _before_engine: BeforeEngine | None = None
+    _surroundings: Surroundings | None = None
+    _stage: int | None = None
+    """Until it is decided, where the config says "auto"."""
 
     def __init__(self, *args: Any, engine_config: Mapping[str, Any] | str | Path | None = None, **kwargs: Any) -> None:
         """engine_config: the engine's config, a dict or the path of a JSON file. Sizes and precision that it leaves
@@ -110,13 +122,13 @@ class ShardAccelerator(Accelerator):
         accelerator: Accelerator,
         engine_config: Mapping[str, Any] | str | Path | None,
         auto: Mapping[str, Any],
-        before_engine: BeforeEngine | None = None,
+        surroundings: Surroundings | None = None,
     ) -> ShardAccelerator:
         """``accelerator``, which has prepared nothing yet, as one of ours. auto: dotted name → what counts where the
-        config says "auto" · before_engine: called before each engine is made that trains."""
+        config says "auto"."""
         accelerator.__class__ = cls
         assert isinstance(accelerator, ShardAccelerator)
-        accelerator._before_engine = before_engine
+        accelerator._surroundings = surroundings
         accelerator._begin(engine_config, auto)
         return accelerator
 
@@ -139,6 +151,8 @@ class ShardAccelerator(Accelerator):
         checkpoint = self.engine_config.get("checkpoint")
         if isinstance(checkpoint, dict) and checkpoint.pop("async_save", False) and self.is_main_process:
             _log.warning("checkpoint.async_save is left off: checkpoints are moved as soon as they are saved")
+        if automatic.STAGE in automatic_keys(self.engine_config):
+            self._stage = next(filter(self._goes_with_the_rest, reversed(STAGES)), STAGES[-1])
         config = self._config(1).resolve_batch(self.num_processes)
         steps = config.gradient_accumulation_steps or 1
         if not self._auto and self.gradient_accumulation_steps == 1:
@@ -160,6 +174,7 @@ class ShardAccelerator(Accelerator):
         if mixed not in _AUTOCAST:
             raise UsageError(f"ShardAccelerator: mixed_precision {mixed!r} is not available; expected no, bf16 or fp16")
         auto = {_MICRO: micro_batch, _STEPS: self.gradient_accumulation_steps, **self._auto}
+        auto |= {} if self._stage is None else {automatic.STAGE: self._stage}
         auto |= {"bf16.enabled": mixed == "bf16", "fp16.enabled": mixed == "fp16"}
         given = [name for name in TRIPLE if tree.get(name, "auto") != "auto"]
         for name in TRIPLE:
@@ -178,6 +193,29 @@ class ShardAccelerator(Accelerator):
         if not trains:
             tree.pop("scheduler", None)
         return load_config(tree, auto)
+
+    def _goes_with_the_rest(self, stage: int) -> bool:
+        self._stage = stage
+        with suppress(ConfigError):
+            self._config(1)
+            return True
+        return False
+
+    def _decide_stage(
+        self, model: nn.Module, config: Config, optimizer: torch.optim.Optimizer | None
+    ) -> tuple[Config, Mesh]:
+        """``config`` with the stage that a plan says; the mesh on which all ranks have heard it, for the engine."""
+        mesh = mesh_of(None, config.timeout_s)
+        tree = config.to_dict()
+        tree["zero_optimization"]["stage"] = "auto"
+        batch = None if self._surroundings is None else self._surroundings.first_batch
+        open_ = Open(micro_batches=False, rest=False)
+        try:
+            values = automatic.decide(automatic.Task(model, tree, open_, batch, optimizer=optimizer), mesh)
+        except BaseException:
+            mesh.abandon()
+            raise
+        return _at_stage(config, values[automatic.STAGE]), mesh
 
     def _settle_precision(self, config: Config) -> None:
         """[Note: Precision]."""
@@ -259,12 +297,17 @@ class ShardAccelerator(Accelerator):
         config = self._config(batch or 1, optimizer=own, trains=own or given is not None)
         if isinstance(optimizer, ConfigOptimizer) and config.optimizer is None:
             raise UsageError('ConfigOptimizer: expected "optimizer" in engine_config, it stands for that one')
-        if self._before_engine is not None and (own or given is not None):
-            self._before_engine(None if earlier else model, config, given)
+        mesh, trains = None, own or given is not None
+        if self._stage is not None and earlier:
+            config = _at_stage(config, earlier[-1].config.zero_optimization.stage)
+        elif self._stage is not None and trains:
+            config, mesh = self._decide_stage(model, config, given)
+        if self._surroundings is not None and trains:
+            self._surroundings.before_engine(None if earlier else model, config, given)
         prepared = super().prepare_model(model, device_placement=False, evaluation_mode=True)
         self._models = [each for each in self._models if each is not model and each is not prepared]
         parameters = optimizer.param_groups if isinstance(optimizer, ConfigOptimizer) else None
-        engine = initialize(model, config, optimizer=given, model_parameters=parameters)
+        engine = initialize(model, config, optimizer=given, model_parameters=parameters, mesh=mesh)
         if is_compiled_module(prepared):
             model.compile(**self.state.dynamo_plugin.to_kwargs())
         _made.add(engine)
@@ -466,6 +509,10 @@ class ShardAccelerator(Accelerator):
             yield
         finally:
             self._optimizers = every
+
+
+def _at_stage(config: Config, stage: int) -> Config:
+    return dataclasses.replace(config, zero_optimization=dataclasses.replace(config.zero_optimization, stage=stage))
 
 
 def written(engine_config: Any) -> dict[str, Any]:

@@ -31,7 +31,13 @@ from shardengine.checkpoint import directory
 from shardengine.config import Config, load_config
 from shardengine.engine import Engine
 from shardengine.errors import UsageError
-from shardengine.integrations.accelerate import ConfigOptimizer, ShardAccelerator, ShardOptimizer, written
+from shardengine.integrations.accelerate import (
+    ConfigOptimizer,
+    ShardAccelerator,
+    ShardOptimizer,
+    Surroundings,
+    written,
+)
 from shardengine.optim import lr_schedules
 from shardengine.planner import (
     SETTLED_STEPS,
@@ -101,7 +107,8 @@ class ShardTrainerMixin:
             told = [each for each in self._read_schedule(_MANY).notices if "scheduler" in each]
             if told and self.accelerator.is_main_process:
                 _log.warning("of the config: %s", "; ".join(told))
-        self.accelerator = ShardAccelerator.adopt(self.accelerator, tree, _auto(self.args), self._log_plan)
+        surroundings = Surroundings(self._log_plan, self._first_rows)
+        self.accelerator = ShardAccelerator.adopt(self.accelerator, tree, _auto(self.args), surroundings)
 
     @property
     def engine(self) -> Engine | None:

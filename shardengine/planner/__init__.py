@@ -30,7 +30,7 @@ from shardengine.planner import automatic, batches
 from shardengine.planner.absent_ranks import AbsentMesh, EchoStore, Issued, Silent, SilentWire, absent_mesh
 from shardengine.planner.amid import plan_amid
 from shardengine.planner.calibration import measured, measured_calls
-from shardengine.planner.choice import Choice, choose, table_of
+from shardengine.planner.choice import Choice, Open, choose, table_of
 from shardengine.planner.comparison import (
     SETTLED_STEPS,
     Comparison,
@@ -63,6 +63,7 @@ __all__ = [
     "Link",
     "Moment",
     "NoValues",
+    "Open",
     "Part",
     "Place",
     "Plan",

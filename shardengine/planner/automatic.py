@@ -64,13 +64,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Task:
-    """What is decided for. batch: a micro-batch of any size, None: one for models of transformers · loss: of what
-    forward returns · optimizer: as ``initialize`` has it · auto: what is known of other keys that are "auto"."""
+    """What is decided for. batch: a micro-batch of any size, or what makes one on rank 0; None: one for models of
+    transformers · loss: of what forward returns · optimizer: as ``initialize`` has it · auto: what is known of other
+    keys that are "auto"."""
 
     model: nn.Module
     tree: Mapping[str, Any]
     open_: Open
-    batch: Mapping[str, Any] | None = None
+    batch: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None
     loss: Callable[[Any], Tensor] = batches.loss_of
     optimizer: Any = None
     auto: Mapping[str, Any] = field(default_factory=dict)
@@ -93,17 +94,20 @@ def read_open(config: Mapping[str, Any] | str | Path | Config) -> tuple[Mapping[
     return tree, found if found.stages or found.micro_batches else None
 
 
-def provisional(config: Mapping[str, Any] | str | Path | Config) -> dict[str, int]:
+def provisional(
+    config: Mapping[str, Any] | str | Path | Config, auto: Mapping[str, Any] | None = None
+) -> dict[str, int]:
     """Values with which ``config`` can be read before it is decided: the first stage that the rest goes with, and one
-    sample of a rank where no other size says more."""
+    sample of a rank where no other size says more. auto: what is known of other keys."""
     tree, open_ = read_open(config)
     if open_ is None:
         return {}
     sizes = {MICRO: 1} if _says_no_batch(tree) else {}
     for stage in STAGES:
+        found = {STAGE: stage, **sizes}
         with suppress(ConfigError):
-            load_config(tree, {STAGE: stage, **sizes})
-            return {STAGE: stage, **sizes}
+            load_config(tree, {**(auto or {}), **found})
+            return found
     return {STAGE: STAGES[-1], **sizes}  # what is wrong is something else
 
 
@@ -123,7 +127,7 @@ def decide(task: Task, mesh: Mesh) -> dict[str, int]:
 
     def look() -> Hardware:
         check_free(task.model)
-        config = load_config(task.tree, {**provisional(task.tree), **task.auto})
+        config = load_config(task.tree, {**task.auto, **provisional(task.tree, task.auto)})
         return this_machine(mesh.device, mesh.ranks, config)
 
     own = run_on_all_ranks(collectives, _WHAT, look)
@@ -201,7 +205,8 @@ def _search(task: Task, where: Hardware, groups: Mapping[str, GroupSpeed]) -> Ch
     rates = Rates.given(where) if where.is_gpu else measured(cores=count_cores() if where.ranks > 1 else 0)
     exchange = groups[GroupName.GATHER].latency_s if groups else rates.exchange_s
     rates = replace(rates, groups=groups, exchange_s=exchange)
-    batch = batches.example(task.model, 1, None) if task.batch is None else batches.on_host(task.batch)
+    given = task.batch() if callable(task.batch) else task.batch
+    batch = batches.example(task.model, 1, None) if given is None else batches.on_host(given)
     options = options_of({} if task.optimizer is None else {"optimizer": task.optimizer}, "initialize")
     loss = in_time(task.loss, _PATIENCE * load_or_default(task.tree, task.auto).timeout_s)
     return search(Question(task.model, task.tree, batch, task.open_, loss, options, task.auto), where, rates)

@@ -21,6 +21,7 @@ from shardengine.errors import UsageError
 from shardengine.integrations.accelerate import ShardAccelerator, ShardOptimizer
 from shardengine.integrations.loading import load_pretrained
 from shardengine.integrations.transformers import ShardTrainer, ShardTrainerMixin, _take_over
+from shardengine.planner import automatic
 from tests.integrations.contract import gone
 from tests.support.tiny_llama import LENGTH, Rows, Run, Say, arguments_of, load, logged, make_model
 
@@ -164,6 +165,32 @@ def planned(say: Say, rank: int, folder: str, run: Run) -> None:
         say(([text for text in heard if "plan" in text], logged(trainer.state.log_history)))
         heard.clear()
         trainer.engine.close()
+
+
+def decided(say: Say, rank: int, folder: str, run: Run) -> None:
+    """Says for which micro-batch a stage was decided, and that of the engines: of a trainer, in two trainings, and of
+    an accelerator of its own."""
+    tasks: list[Any] = []
+
+    def decide(task: Any, mesh: Any) -> dict[str, int]:
+        tasks.append(task)
+        return {automatic.STAGE: 1}
+
+    automatic.decide = decide
+    trainer: Any = ShardTrainer(
+        load(folder), arguments_of(run, use_cpu=True, save_strategy="no"), train_dataset=Rows(),
+        eval_dataset=Rows(), engine_config={"zero_optimization": {"stage": "auto"}},
+    )  # fmt: skip
+    stages = []
+    for _ in range(2):
+        trainer.train()
+        stages.append(trainer.engine.config.zero_optimization.stage)
+    shape = tuple(tasks[0].batch()["input_ids"].shape)
+    trainer.engine.close()
+    accelerator = ShardAccelerator(engine_config={"zero_optimization": {"stage": "auto"}}, cpu=True)
+    model = load(folder)
+    engine, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    say((shape, stages, engine.config.zero_optimization.stage, [task.batch is None for task in tasks]))
 
 
 def padded(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

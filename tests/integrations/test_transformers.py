@@ -39,6 +39,16 @@ def test_stages_with_one_third_letter_have_the_same_bits(k: int, runs: Runs) -> 
         assert_equal(runs.final(one, k=k), runs.final(other, k=k))
 
 
+def test_a_stage_that_is_auto_is_decided_with_the_trainings_own_rows(runs: Runs) -> None:
+    """Also where a second training takes over what the first one's engine has left."""
+    auto = {"config": {"zero_optimization": {"stage": "auto"}}}
+    assert runs.log(3, **auto) in (runs.log(0), runs.log(2))
+    assert_same(runs.log(3, tour=True, **auto), runs.log(None, tour=True))
+    for (said,) in runs.said("decided", 3):
+        shape, stages, of_accelerator, without_batch = said
+        assert shape[0] == 2 and stages == [1, 1] and of_accelerator == 1 and without_batch == [False, True]
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_it_evaluates_first_predicts_generates_and_trains_twice(stage: int, runs: Runs) -> None:
     assert_same(runs.log(stage, tour=True), runs.log(None, tour=True))
