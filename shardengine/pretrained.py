@@ -53,14 +53,12 @@ def load_pretrained(
     given = {key: options.pop(key) for key in _OF_INITIALIZE if key in options}
     if dtype is not None:
         options["dtype"] = dtype
-    owned = given.get("mesh") is None
     mesh = mesh_of(given.pop("mesh", None), load_or_default(config).timeout_s)
     try:
         collectives = Collectives(mesh, BufferPool(mesh.platform))
         model = run_on_all_ranks(collectives, f"loading {name}", lambda: _make(name, model_class, options))
     except BaseException:
-        if owned:
-            mesh.abandon()
+        mesh.abandon()
         raise
     return initialize(model, config, mesh=mesh, **given)
 

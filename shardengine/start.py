@@ -53,23 +53,23 @@ def initialize(
     the model's own code has it.
 
     Where the config says "auto" for ``zero_optimization.stage`` or ``train_micro_batch_size_per_gpu``, rank 0 plans
-    what fits and is fastest (``shardengine.choose``), and all ranks take it; all else is as the config says. For that,
-    batch: a micro-batch of any number of samples, as ``engine(**batch)`` gets it, default 512 tokens for a model of
-    transformers; longer ones need more memory · loss: of what forward returns, default its ``loss``.
+    what fits and is fastest, as ``shardengine.choose`` does, and all ranks take it; all else is as the config says.
+    For that alone, batch: a micro-batch of any number of samples, as ``engine(**batch)`` gets it, default 512 tokens
+    for a model of transformers; longer ones need more memory · loss: a function of what forward returns, default its
+    ``loss``.
 
     Raises ConfigError (every problem of the config at once), UsageError (model or optimizer that cannot be served),
     MismatchError (ranks disagree; names them).
     """
-    tree, open_ = automatic.read_open(config)
-    more = (optimizer, model_parameters, lr_scheduler)
-    if open_ is None:
-        return Engine(model, config, *more, mesh, monitors, weights)
     auto = arguments.said_by(optimizer)
-    ranks = mesh_of(mesh, load_or_default(config, auto).timeout_s)
-    task = automatic.Task(model, tree, open_, batch, loss or batches.loss_of, optimizer, auto)
-    try:
-        values = automatic.decide(task, ranks)
-    except BaseException:
-        ranks.abandon()
-        raise
-    return Engine(model, config, *more, ranks, monitors, weights, values)
+    options = {} if optimizer is None else {"optimizer": optimizer}
+    asked = automatic.question_of(config, model, batch=batch, loss=loss or batches.loss_of, options=options, auto=auto)
+    values: Mapping[str, int] | None = None
+    if asked is not None:
+        mesh = mesh_of(mesh, load_or_default(config, auto).timeout_s)
+        try:
+            values = automatic.decide(asked, mesh)
+        except BaseException:
+            mesh.abandon()
+            raise
+    return Engine(model, config, optimizer, model_parameters, lr_scheduler, mesh, monitors, weights, values)

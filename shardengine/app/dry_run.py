@@ -15,7 +15,7 @@ import torch
 from shardengine.app import loop, planning
 from shardengine.app.settings import Settings
 from shardengine.comm import devices
-from shardengine.planner import plan, this_machine
+from shardengine.planner import automatic, plan, this_machine
 
 
 def run(settings: Settings, ranks: int) -> int:
@@ -25,7 +25,11 @@ def run(settings: Settings, ranks: int) -> int:
     blocks = loop.load_data(settings, tokenizer, model)
     where = this_machine(_device(), ranks, config)
     logging.getLogger("shardengine").setLevel(logging.ERROR)  # of a run that is none
-    config, told = planning.decided_for(where, settings, config, model, blocks)
+    try:
+        config, told = planning.decided_alone(where, settings, config, model, blocks)
+    except automatic.NothingFits as error:
+        print(error)
+        return 1
     found = plan(model.train(), config, where, batch=planning.first_batch(config, blocks, ranks))
     for notice in (*config.notices, *told):
         print(f"note: {notice}")

@@ -24,9 +24,9 @@ from typing import Any
 from shardengine.app import adapters
 from shardengine.app.data import Blocks, training_batches
 from shardengine.app.rank_sums import RankSums
-from shardengine.app.settings import Settings, check_model, read_base, read_config, require
+from shardengine.app.settings import Settings, check_model, read_base, read_config, require, with_optimizer
 from shardengine.comm import Mesh
-from shardengine.config import Config, plain
+from shardengine.config import Config
 from shardengine.engine import Engine
 from shardengine.errors import UsageError
 from shardengine.planner import (
@@ -35,6 +35,7 @@ from shardengine.planner import (
     Hardware,
     Moment,
     Plan,
+    Question,
     Taken,
     automatic,
     choose,
@@ -225,29 +226,27 @@ def of_run(settings: Settings, config: Config, model: Any, blocks: Blocks, rank_
 
 def decided(settings: Settings, config: Config, model: Any, blocks: Blocks, mesh: Mesh) -> Config:
     """``config``, with what a plan says where the run's file says "auto"; collective."""
-    task = _task(settings, config, model, blocks)
-    return config if task is None else settings.read_config(mesh.ranks, automatic.decide(task, mesh))
+    asked = _question(settings, config, model, blocks)
+    return config if asked is None else settings.read_config(mesh.ranks, automatic.decide(asked, mesh))
 
 
-def decided_for(
+def decided_alone(
     where: Hardware, settings: Settings, config: Config, model: Any, blocks: Blocks
 ) -> tuple[Config, Sequence[str]]:
     """As ``decided``, by this process alone, for ranks that are not there; and sentences on what was decided."""
-    task = _task(settings, config, model, blocks)
-    if task is None:
+    asked = _question(settings, config, model, blocks)
+    if asked is None:
         return config, []
-    values, said = automatic.decide_for(where, task)
+    values, said = automatic.decide_alone(asked, where)
     return settings.read_config(where.ranks, values), [f'"auto": {said}']
 
 
-def _task(settings: Settings, config: Config, model: Any, blocks: Blocks) -> automatic.Task | None:
+def _question(settings: Settings, config: Config, model: Any, blocks: Blocks) -> Question | None:
     """None: nothing is to be decided."""
-    tree, open_ = automatic.read_open(settings.config)
-    if settings.resume is not None or open_ is None:
+    if settings.resume is not None:
         return None
-    if config.optimizer is not None:
-        tree = {**tree, "optimizer": plain(dataclasses.asdict(config.optimizer))}
-    return automatic.Task(model, tree, open_, first_batch(config, blocks, 1))
+    asked = automatic.question_of(settings.config, model, batch=lambda: first_batch(config, blocks, 1))
+    return None if asked is None else dataclasses.replace(asked, base=with_optimizer(asked.base))
 
 
 def first_batch(config: Config, blocks: Blocks, ranks: int) -> dict[str, Any]:

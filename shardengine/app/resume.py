@@ -37,7 +37,7 @@ from shardengine.app.settings import (
     read_config,
 )
 from shardengine.checkpoint import Checkpoint, directory, write_text
-from shardengine.config import load_config
+from shardengine.config import MICRO, STAGE, load_config, undecided
 from shardengine.engine import Engine
 from shardengine.errors import CheckpointError, UsageError
 from shardengine.interchange.stored import FOLDER, RUN
@@ -133,9 +133,12 @@ class Earlier:
         )
 
     def _other_config(self, path: Path, seed: int | None) -> list[str]:
-        """Every key of another config whose value is not the run's, both for the ranks that it began with."""
-        ranks = self.first_ranks or self.ranks
-        configs = keep_batch(load_config(self.output / CONFIG), ranks), read_config(path, ranks, seed)
+        """Every key of another config whose value is not the run's, both for the ranks that it began with; what it left
+        to a plan was decided when the run began."""
+        ranks, own = self.first_ranks or self.ranks, load_config(self.output / CONFIG)
+        decided = {STAGE: own.zero_optimization.stage, MICRO: own.train_micro_batch_size_per_gpu or 1}
+        auto = {name: value for name, value in decided.items() if name in undecided(path)}
+        configs = keep_batch(own, ranks), read_config(path, ranks, seed, auto=auto)
         before, now = ({key: value for key, value, _ in config.resolved()} for config in configs)
         return [
             f"--config {path}, {key}: it was started with {json.dumps(before.get(key))}, got {json.dumps(now.get(key))}"

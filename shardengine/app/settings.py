@@ -16,10 +16,22 @@ from pathlib import Path
 from typing import Any
 
 from shardengine.app import jsonl
-from shardengine.config import TRIPLE, Config, OptimizerConfig, Source, fitting_ranks, load_config, plain, read_tree
+from shardengine.config import (
+    MICRO,
+    TRIPLE,
+    Config,
+    OptimizerConfig,
+    Source,
+    fitting_ranks,
+    load_config,
+    plain,
+    provisional,
+    read_tree,
+    undecided,
+)
 from shardengine.errors import UsageError
 from shardengine.optim import lr_schedules
-from shardengine.planner import automatic
+from shardengine.planner import global_batch
 
 BUILTIN = "builtin:pydoc"
 DEFAULT_LENGTH, DEFAULT_STEPS = 128, 200
@@ -75,8 +87,8 @@ class Settings:
         """
         if self.resume is not None:
             return keep_batch(load_config(self.config), ranks)
-        auto = automatic.provisional(self.config) if auto is None else auto
-        if self.first_ranks:
+        auto = provisional(self.config) if auto is None else auto
+        if self.first_ranks and MICRO not in undecided(self.config):  # else a plan says it of these ranks
             return keep_batch(read_config(self.config, self.first_ranks, self.seed, auto=auto), ranks)
         return read_config(self.config, ranks, self.seed, auto=auto)
 
@@ -110,9 +122,14 @@ def read_base(path: Path) -> dict[str, Any]:
     """What the file says, checked, of which other configs are made: with a run's optimizer where it names none. It
     need not say any batch size."""
     tree = read_tree(path)
-    sized = any(tree.get(name) not in (None, "auto") for name in (automatic.MICRO, "train_batch_size"))
-    load_config(path if sized else {**tree, automatic.MICRO: 1}, automatic.provisional(path))
-    return tree if tree.get("optimizer") else {**tree, "optimizer": plain(dataclasses.asdict(_DEFAULT_OPTIMIZER))}
+    load_config({**tree, MICRO: 1} if global_batch(tree, 1) is None else path, provisional(path))
+    return with_optimizer(tree)
+
+
+def with_optimizer(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """What a file says, with a run's optimizer where it names none."""
+    own = {} if tree.get("optimizer") else {"optimizer": plain(dataclasses.asdict(_DEFAULT_OPTIMIZER))}
+    return {**tree, **own}
 
 
 def keep_batch(config: Config, ranks: int) -> Config:

@@ -17,12 +17,15 @@ from shardengine.config import kinds
 from shardengine.config.json_schema import json_schema
 from shardengine.config.kinds import nearest, plain
 from shardengine.config.load import (
+    MICRO,
     NOT_CLIPPED,
+    STAGE,
     Config,
-    automatic_keys,
     fitting_ranks,
     load_config,
     load_or_default,
+    provisional,
+    undecided,
 )
 from shardengine.config.reader import NO_EFFECT_BECAUSE, READ_AS, Source, read_tree
 from shardengine.config.schema import (
@@ -44,10 +47,12 @@ from shardengine.config.schema import (
 
 __all__ = [
     "KEYS",
+    "MICRO",
     "NOT_CLIPPED",
     "NO_EFFECT_BECAUSE",
     "READ_AS",
     "SECTIONS",
+    "STAGE",
     "STAGES",
     "STEPPING_APART",
     "TRIPLE",
@@ -62,7 +67,6 @@ __all__ = [
     "SinkConfig",
     "Source",
     "ZeroConfig",
-    "automatic_keys",
     "fitting_ranks",
     "json_schema",
     "kinds",
@@ -70,5 +74,7 @@ __all__ = [
     "load_or_default",
     "nearest",
     "plain",
+    "provisional",
     "read_tree",
+    "undecided",
 ]

@@ -132,22 +132,46 @@ def fitting_ranks(total: int, each: int) -> list[int]:
     return sorted({*small, *(portions // number for number in small)})
 
 
-def automatic_keys(tree: Mapping[str, Any]) -> frozenset[str]:
-    """The dotted names of the keys that are "auto" in ``tree``, under their current names, whatever else is wrong."""
+STAGE, MICRO = "zero_optimization.stage", "train_micro_batch_size_per_gpu"
+
+
+def undecided(source: Mapping[str, Any] | str | Path | Config) -> frozenset[str]:
+    """Those of ``STAGE`` and ``MICRO`` that ``source`` leaves to a plan: they are "auto", and the micro-batch does not
+    follow from the two other sizes. Of what cannot be read, nothing."""
+    if isinstance(source, Config) or not isinstance(source, (str, Path, Mapping)):
+        return frozenset()
+    try:
+        tree = read_json(Path(source)) if isinstance(source, (str, Path)) else plain(source)
+    except ConfigError:
+        return frozenset()
+    follows = all(isinstance(tree.get(size), int) for size in TRIPLE if size != MICRO)
     reader = Reader()
-    reader.read(plain(tree))
-    return frozenset(reader.automatic)
+    reader.read(tree)
+    return frozenset(reader.automatic & ({STAGE} if follows else {STAGE, MICRO}))
+
+
+def provisional(
+    source: Mapping[str, Any] | str | Path | Config, auto: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """``auto``, and values with which ``source`` can be read before a plan has decided: the first stage that goes with
+    the rest, and micro-batches of one sample."""
+    auto, names = dict(auto or {}), undecided(source)
+    sizes = {MICRO: 1} if MICRO in names else {}
+    for stage in STAGES if STAGE in names else ():
+        found = {**auto, STAGE: stage, **sizes}
+        with suppress(ConfigError):
+            load_config(source, found)
+            return found
+    return {**auto, **sizes, **({STAGE: STAGES[-1]} if STAGE in names else {})}  # what is wrong is something else
 
 
 def load_or_default(config: Any, auto: Mapping[str, Any] | None = None) -> Config:
-    """As ``load_config``; the defaults where the config is wrong, which is said a moment later on every rank.
-
-    A stage that is "auto" still is one of those that the rest goes with.
-    """
-    for stage in STAGES:
-        with suppress(ConfigError):
-            return load_config(config, {"zero_optimization.stage": stage, **(auto or {})})
-    return Config()
+    """As ``load_config`` before a plan has decided what is "auto"; the defaults where the config is wrong, which is
+    said a moment later on every rank."""
+    try:
+        return load_config(config, provisional(config, auto))
+    except ConfigError:
+        return Config()
 
 
 def _build(tree: dict[str, Any], source: str, auto: Mapping[str, Any] | None = None) -> Config:

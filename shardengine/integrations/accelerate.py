@@ -32,10 +32,10 @@ from accelerate.utils import MODEL_NAME, is_compiled_module
 from torch import Tensor, nn
 
 from shardengine.comm import Mesh
-from shardengine.config import STAGES, TRIPLE, Config, automatic_keys, load_config, read_tree
+from shardengine.config import STAGE, STAGES, TRIPLE, Config, load_config, read_tree, undecided
 from shardengine.engine import Engine, mesh_of
 from shardengine.errors import ConfigError, UsageError
-from shardengine.planner import Open, automatic
+from shardengine.planner import automatic
 from shardengine.start import initialize
 
 _log = logging.getLogger(__name__)
@@ -151,7 +151,7 @@ class ShardAccelerator(Accelerator):
         checkpoint = self.engine_config.get("checkpoint")
         if isinstance(checkpoint, dict) and checkpoint.pop("async_save", False) and self.is_main_process:
             _log.warning("checkpoint.async_save is left off: checkpoints are moved as soon as they are saved")
-        if automatic.STAGE in automatic_keys(self.engine_config):
+        if STAGE in undecided(self.engine_config):
             self._stage = next(filter(self._goes_with_the_rest, reversed(STAGES)), STAGES[-1])
         config = self._config(1).resolve_batch(self.num_processes)
         steps = config.gradient_accumulation_steps or 1
@@ -174,7 +174,7 @@ class ShardAccelerator(Accelerator):
         if mixed not in _AUTOCAST:
             raise UsageError(f"ShardAccelerator: mixed_precision {mixed!r} is not available; expected no, bf16 or fp16")
         auto = {_MICRO: micro_batch, _STEPS: self.gradient_accumulation_steps, **self._auto}
-        auto |= {} if self._stage is None else {automatic.STAGE: self._stage}
+        auto |= {} if self._stage is None else {STAGE: self._stage}
         auto |= {"bf16.enabled": mixed == "bf16", "fp16.enabled": mixed == "fp16"}
         given = [name for name in TRIPLE if tree.get(name, "auto") != "auto"]
         for name in TRIPLE:
@@ -209,13 +209,15 @@ class ShardAccelerator(Accelerator):
         tree = config.to_dict()
         tree["zero_optimization"]["stage"] = "auto"
         batch = None if self._surroundings is None else self._surroundings.first_batch
-        open_ = Open(micro_batches=False, rest=False)
+        options = {} if optimizer is None else {"optimizer": optimizer}
+        asked = automatic.question_of(tree, model, batch=batch, options=options)
+        assert asked is not None
         try:
-            values = automatic.decide(automatic.Task(model, tree, open_, batch, optimizer=optimizer), mesh)
+            values = automatic.decide(asked, mesh)
         except BaseException:
             mesh.abandon()
             raise
-        return _at_stage(config, values[automatic.STAGE]), mesh
+        return _at_stage(config, values[STAGE]), mesh
 
     def _settle_precision(self, config: Config) -> None:
         """[Note: Precision]."""

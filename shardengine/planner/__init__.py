@@ -30,7 +30,7 @@ from shardengine.planner import automatic, batches
 from shardengine.planner.absent_ranks import AbsentMesh, EchoStore, Issued, Silent, SilentWire, absent_mesh
 from shardengine.planner.amid import plan_amid
 from shardengine.planner.calibration import measured, measured_calls
-from shardengine.planner.choice import Choice, Open, choose, table_of
+from shardengine.planner.choice import Choice, Question, Undecided, choose, global_batch, table_of
 from shardengine.planner.comparison import (
     SETTLED_STEPS,
     Comparison,
@@ -63,10 +63,10 @@ __all__ = [
     "Link",
     "Moment",
     "NoValues",
-    "Open",
     "Part",
     "Place",
     "Plan",
+    "Question",
     "Rates",
     "Silent",
     "SilentWire",
@@ -74,12 +74,14 @@ __all__ = [
     "Tape",
     "Tier",
     "Times",
+    "Undecided",
     "absent_mesh",
     "automatic",
     "batches",
     "choose",
     "compare",
     "dry_run",
+    "global_batch",
     "highest",
     "line_of",
     "measured",

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from shardengine.config import Config
-from shardengine.errors import UsageError
+from shardengine.errors import ConfigError, UsageError
 from shardengine.planner import batches
 from shardengine.planner.hardware import Hardware
 from shardengine.planner.memory_plan import Plan, plan
@@ -47,7 +47,7 @@ def plan_amid(
             asked = in_time(loss, _PATIENCE * config.timeout_s)
             return plan(model, config, where, batch=batch(), loss=asked, **options)
     except (TooLong, Exception) as error:
-        found = reason_of(error)
+        found = reason_of(error).partition(": expected")[0][:_LONGEST_REASON]
     gc.collect()  # what the exception held
     return found
 
@@ -57,12 +57,13 @@ class TooLong(BaseException):
 
 
 def reason_of(error: BaseException) -> str:
-    """Why there is no plan, in a few words."""
-    if isinstance(error, TooLong):
-        return str(error)
-    if isinstance(error, UsageError):
-        return str(error).removeprefix("plan: ").partition(": expected")[0][:_LONGEST_REASON]
-    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"[:_LONGEST_REASON]
+    """Why there is no plan, without the call that says so."""
+    if not isinstance(error, (TooLong, UsageError, ConfigError)):
+        return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    text = str(error)
+    for call in ("choose: ", "no config can be planned: ", "plan: "):
+        text = text.removeprefix(call)
+    return text
 
 
 def in_time(loss: Callable[[Any], Tensor], seconds: float) -> Callable[[Any], Tensor]:

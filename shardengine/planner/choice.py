@@ -8,11 +8,11 @@ are computed again. Two quick plans, of one and of two samples, say how its need
 is the largest; that one is planned quickly itself, because a larger one may have its peak elsewhere. Only what is
 chosen is planned with all that ``plan`` checks: where that says it does not fit, the next one is chosen. Host memory,
 and then the disk, are tried only where no micro-batch of ``_ENOUGH`` samples fits without them, to plan less. Where
-states fit on the host alone, the least part of them is looked for that has to be there: what the device needs falls by
-the same bytes with each part that leaves it.
+states fit on the host, a part of them there may do: what the device needs falls about evenly with what leaves it, so
+two plans say which part, or one that is a little larger.
 
-[Note: What is open] ``choose`` looks for all of this. Where a config says most of it, what it says stays, and only what
-is ``Open`` is looked for; what else would help is tried where nothing fits, to be told.
+[Note: What is undecided] ``choose`` looks for all of this. Where a config says most of it, what it says stays, and only
+what is ``Undecided`` is looked for; what else would help is tried where nothing fits, to be told.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from shardengine.planner.rates import Rates
 
 SHOWN = 10
 _CHECKED = 3
-"""Of the best so many are checked; where none fits after all, it is for a reason that all have (the host's memory)."""
+"""Of the best so many are checked, and then the one that needs least."""
 _LARGEST = 64
-"""Samples of a micro-batch, where the config has no batch of its own that says less."""
+"""Samples of a micro-batch, where the config has no batch of its own."""
 _ENOUGH = 4
 """Samples of a micro-batch beyond which no place beside the device is tried."""
 _GPU, _STATES, _ALL = "device", "states on the host", "all on the host"
@@ -64,8 +64,8 @@ _WHOLE, _MICRO, _STEPS = TRIPLE
 _OURS = (_OPTIMIZER, _PARAM, "zero_hpz_partition_size")
 
 
-class Open(NamedTuple):
-    """What of a config is chosen ([Note: What is open])."""
+class Undecided(NamedTuple):
+    """What of a config is chosen ([Note: What is undecided])."""
 
     stages: bool = True
     micro_batches: bool = True
@@ -192,21 +192,22 @@ def choose(
         raise UsageError(f"choose: expected config to be a mapping, or a file of one, got {type(config).__name__}")
     base = read_tree(Path(config)) if isinstance(config, (str, Path)) else copy.deepcopy(dict(config))
     with without_values():
-        whole = made(model)
-    one = batches.example(whole, 1, length) if batch is None else batches.on_host(batch)
-    asked = Question(whole, base, one, loss=loss, options=options)
+        found = made(model)
+    given = batches.example(found, 1, length) if batch is None else batch
+    asked = Question(found, base, given, loss=loss, options=options)
     return search(asked, where, rates or Rates.given(where), told)
 
 
 @dataclass(frozen=True)
 class Question:
-    """What a config is chosen for. base: of what it is made · batch: a micro-batch of any size · open_: what is chosen,
-    the rest is as ``base`` says · loss, options: as for ``plan`` · auto: as for ``load_config``."""
+    """What a config is chosen for. base: of what it is made · batch: a micro-batch of any size, or what makes one; by
+    default one for transformers' models · undecided: what is chosen, the rest is as ``base`` says · loss, options: as
+    for ``plan`` · auto: as for ``load_config``."""
 
     model: nn.Module
     base: Mapping[str, Any]
-    batch: Mapping[str, Any]
-    open_: Open = field(default_factory=Open)
+    batch: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None
+    undecided: Undecided = field(default_factory=Undecided)
     loss: Callable[[Any], Tensor] = batches.loss_of
     options: Mapping[str, Any] = field(default_factory=dict)
     auto: Mapping[str, Any] = field(default_factory=dict)
@@ -239,9 +240,11 @@ class _Search:
 
     def __init__(self, asked: Question, where: Hardware, rates: Rates, told: Callable[[str], None]) -> None:
         self._asked, self._where, self._rates, self._told = asked, where, rates, told
-        self._base, self._batch, self._open = asked.base, asked.batch, asked.open_
+        self._base, self._undecided = asked.base, asked.undecided
+        given = asked.batch() if callable(asked.batch) else asked.batch
+        self._batch = batches.example(asked.model, 1, None) if given is None else batches.on_host(given)
         self._samples = next(
-            (each.shape[0] for each in asked.batch.values() if isinstance(each, Tensor) and each.dim()), 1
+            (each.shape[0] for each in self._batch.values() if isinstance(each, Tensor) and each.dim()), 1
         )
         if not self._grows():
             raise UsageError(
@@ -259,7 +262,7 @@ class _Search:
 
     def rows(self) -> list[Row]:
         """Of all that fit, best first."""
-        if not self._open.rest:
+        if not self._undecided.rest:
             found = [row for kind in self._as_said() for row in self._largest(kind)]
             return sorted(found, key=lambda row: -row.samples_per_s)
         found = []
@@ -280,8 +283,8 @@ class _Search:
 
     def _as_said(self) -> Iterator[Candidate]:
         """Those that leave what the config says, but for what is open."""
-        smallest = self._sizes[0] if self._open.micro_batches else None
-        for stage in self._stages(STAGES) if self._open.stages else (None,):
+        smallest = self._sizes[0] if self._undecided.micro_batches else None
+        for stage in self._stages(STAGES) if self._undecided.stages else (None,):
             yield Candidate(stage, None, None, samples=smallest)
 
     def _stages(self, all_: Sequence[int]) -> Sequence[int]:
@@ -302,7 +305,7 @@ class _Search:
         """Samples of the micro-batches that are tried, at least one."""
         whole = global_batch(self._base, self._where.ranks)
         if whole is None:
-            return [1 << power for power in range(_LARGEST.bit_length()) if 1 << power <= _LARGEST]
+            return [1 << power for power in range(_LARGEST.bit_length())]
         of_rank = max(1, whole // self._where.ranks)
         return [size for size in range(1, of_rank + 1) if of_rank % size == 0]
 
@@ -312,15 +315,13 @@ class _Search:
         found = self._of_sizes(kind)
         if not found:
             plan = self._known[kind]
-            short = [] if plan is None else [say for say, tier in zip(plan.sentences(), plan.tiers, strict=True)
-                                             if not tier.fits]  # fmt: skip
-            self.refused[str(kind)] = "; ".join(short) or self._problems[kind]
+            self.refused[str(kind)] = self._problems[kind] if plan is None else _short(plan)
         return found + [part for row in found if row.candidate.place == _STATES for part in self._least_part(row)]
 
     def _least_part(self, row: Row) -> list[Row]:
-        """``row`` with no more of the states on the host than has to be."""
+        """``row`` with about as little of the states on the host as has to be."""
         without = self._quick(replace(row.candidate, place=_GPU))
-        if without is None or without.fits or without.device.has is None:
+        if without is None or without.device.fits or without.device.has is None:
             return []
         all_, less = without.device.need, without.device.need - row.plan.device.need
         least = math.ceil(_PARTS * (all_ - without.device.has) / less) if less > 0 else _PARTS
@@ -335,7 +336,7 @@ class _Search:
         one = self._quick(kind)
         if one is None or not one.fits:
             return []
-        sizes, found = self._sizes if self._open.micro_batches else [], [self._row(kind, one)]
+        sizes, found = self._sizes if self._undecided.micro_batches else [], [self._row(kind, one)]
         two = self._quick(replace(kind, samples=sizes[1])) if len(sizes) > 1 else None
         if two is None or not two.fits:
             return found
@@ -378,16 +379,18 @@ class _Search:
         could be planned at all."""
         if not any(self._known.values()):
             raise UsageError(f"choose: no config can be planned: {next(iter(self._problems.values()))}")
-        for place, row in enumerate(rows[:_CHECKED]):
+        order = [*rows[:_CHECKED], *sorted(rows[_CHECKED:], key=lambda row: max(map(_part, row.plan.tiers)))[:1]]
+        for row in order:
             self._told(f"check: {_words(row.candidate)}")
-            whole = self._known[row.candidate] = self._plan(_Change("", row.candidate), quick=False)
-            if whole is not None and whole.fits:
-                return rows[place : place + SHOWN], whole
+            exact = self._known[row.candidate] = self._plan(_Change("", row.candidate), quick=False)
+            if exact is not None and exact.fits:
+                return [row, *(each for each in rows[rows.index(row) + 1 :] if each not in order)][:SHOWN], exact
+            self.refused[_words(row.candidate)] = self._problems[row.candidate] if exact is None else _short(exact)
         return [], None
 
     def needed(self) -> list[str]:
         """The smallest change of each kind with which the candidate fits that lacks least."""
-        known = [(candidate, plan) for candidate, plan in self._known.items() if plan is not None]
+        known = [(candidate, plan) for candidate, plan in self._known.items() if plan is not None and not plan.fits]
         closest, plan = min(known, key=lambda each: max(_lacks(tier) for tier in each[1].tiers))
         told = [f"nothing fits; the closest is {_words(closest)}: {'; '.join(plan.sentences())}"]
         for kind in (self._other_places, self._more_ranks, self._shorter, self._smaller_states):
@@ -401,7 +404,7 @@ class _Search:
 
     def _other_places(self, closest: Candidate) -> Iterator[_Change]:
         """What ``choose`` tries by itself."""
-        if self._open.rest:
+        if self._undecided.rest:
             return
         yield _Change("activation_checkpointing.enabled", replace(closest, again=True))
         if self._where.is_gpu:
@@ -440,13 +443,23 @@ def _words(candidate: Candidate) -> str:
 
 def _limit(one: Tier, two: Tier, second: int) -> float:
     """Samples at which a tier is full, by its needs with one and with ``second``."""
-    if one.has is None or two.peak <= one.peak:
+    if one.has is None or two.need <= one.need:
         return float("inf")
-    return 1 + (one.has - one.peak) * (second - 1) / (two.peak - one.peak)
+    return 1 + (one.has - one.need) * (second - 1) / (two.need - one.need)
 
 
 def _lacks(tier: Tier) -> float:
-    return 0.0 if tier.has is None else max(0.0, tier.need - tier.has) / max(1, tier.has)
+    return max(0.0, _part(tier) - 1)
+
+
+def _part(tier: Tier) -> float:
+    """What is needed of what there is."""
+    return 0.0 if tier.has is None else tier.need / max(1, tier.has)
+
+
+def _short(plan: Plan) -> str:
+    """Of a plan that does not fit, what is too small."""
+    return "; ".join(said for said, tier in zip(plan.sentences(), plan.tiers, strict=True) if not tier.fits)
 
 
 def global_batch(config: Mapping[str, Any], ranks: int) -> int | None:

@@ -222,8 +222,8 @@ def test_what_is_auto_is_decided_for_the_ranks_that_there_would_be(
     assert found is not None and f"stage {found[1]}, micro-batches of {found[2]} × 48, " in said
     assert int(found[2]) * int(re.search(r"× 48, (\d) micro", said)[1]) * 2 == 8  # type: ignore[index]
     monkeypatch.setattr(machine, "host_bytes", lambda: 400_000)
-    assert trained("--ranks", "2", config=str(config)) == 2
-    assert '"auto": nothing fits; the closest is stage ' in capsys.readouterr().err
+    assert trained("--ranks", "2", config=str(config)) == 1
+    assert '"auto", but nothing fits; the closest is stage ' in capsys.readouterr().out
 
 
 def test_a_dry_run_of_what_does_not_fit_ends_with_1(

@@ -405,6 +405,30 @@ def test_what_is_auto_is_decided_before_the_engine_is_made(
     assert one == other
 
 
+@pytest.mark.parametrize(
+    ("sizes", "decided", "expected"),
+    [
+        ({"train_micro_batch_size_per_gpu": "auto", "train_batch_size": 8}, 4, (8, 4, 1)),
+        ({"train_micro_batch_size_per_gpu": "auto"}, 4, (8, 4, 1)),
+        ({"train_micro_batch_size_per_gpu": 2}, None, (8, 2, 2)),
+    ],
+)
+def test_a_run_that_begins_again_on_fewer_ranks(
+    tiny: Path, tmp_path: Path, sizes: dict[str, Any], decided: int | None, expected: tuple[int, ...]
+) -> None:
+    """It keeps the batch that its config says of the ranks at first; what is decided is decided for those of now."""
+    path = tmp_path / "auto.json"
+    path.write_text(json.dumps({**sizes, "zero_optimization": {"stage": "auto"}}), encoding="utf-8")
+    again = settings.Settings(
+        path, str(tiny / "model"), "", 3, tmp_path, tmp_path, 32, planned_steps=3, again=True, first_ranks=4
+    )
+    again.read_config(2)
+    values = {"zero_optimization.stage": 2, **({} if decided is None else {"train_micro_batch_size_per_gpu": decided})}
+    found = again.read_config(2, values)
+    sizes_now = found.train_batch_size, found.train_micro_batch_size_per_gpu, found.gradient_accumulation_steps
+    assert sizes_now == expected and found.zero_optimization.stage == 2
+
+
 def test_a_run_that_exceeds_its_plan_says_which_part(
     alone: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

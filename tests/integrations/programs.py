@@ -17,6 +17,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import GradScalerKwargs, set_seed
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
+from shardengine.config import STAGE
 from shardengine.errors import UsageError
 from shardengine.integrations.accelerate import ShardAccelerator, ShardOptimizer
 from shardengine.integrations.loading import load_pretrained
@@ -174,9 +175,9 @@ def decided(say: Say, rank: int, folder: str, run: Run) -> None:
 
     def decide(task: Any, mesh: Any) -> dict[str, int]:
         tasks.append(task)
-        return {automatic.STAGE: 1}
+        return {STAGE: 1}
 
-    automatic.decide = decide
+    automatic.decide = decide  # type: ignore[assignment]
     trainer: Any = ShardTrainer(
         load(folder), arguments_of(run, use_cpu=True, save_strategy="no"), train_dataset=Rows(),
         eval_dataset=Rows(), engine_config={"zero_optimization": {"stage": "auto"}},
