@@ -243,7 +243,9 @@ class Reader:
             self.notices.append(f'{self._place(name)} is "auto" and is worked out from the other batch sizes')
         elif name in ONLY_CALLER:
             if self.usable(name):
-                self.problem(name, f'"auto"{trainer}, cannot be known here; write a value, or give one: {_give(name)}')
+                plan = ", which a plan decides at initialize and in train" if name == "zero_optimization.stage" else ""
+                text = f'"auto"{trainer or plan}, cannot be known here; write a value, or give one: {_give(name)}'
+                self.problem(name, text)
         else:
             instead = f"; for another one: {_give(name)}" if argument else ""
             self.notices.append(f'{self._place(name)} is "auto"{trainer}: here {default} counts{instead}')

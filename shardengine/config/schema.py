@@ -221,7 +221,11 @@ class CommHookConfig:
 class ZeroConfig:
     """What is sharded, in which pieces it travels, and where it rests. Sizes are in elements, not bytes."""
 
-    stage: int = key(0, integer(0, 3), "0 replicates all; 1 shards optimizer state, 2 gradients too, 3 weights too.")
+    stage: int = key(
+        0,
+        integer(0, 3),
+        '0 replicates all; 1 shards optimizer state, 2 gradients too, 3 weights too; "auto": a plan decides.',
+    )
     reduce_bucket_size: int | Literal["auto"] = key(
         12_500_000,
         COUNT_OR_AUTO,
@@ -376,7 +380,9 @@ class TopLevel:
     """The keys of the top level, and the sections; what is made of it is `load.Config`."""
 
     train_batch_size: int | None = key(None, _BATCH_SIZE, "Samples per optimizer step over all ranks.")
-    train_micro_batch_size_per_gpu: int | None = key(None, _BATCH_SIZE, "Samples per rank and micro-batch.")
+    train_micro_batch_size_per_gpu: int | None = key(
+        None, _BATCH_SIZE, 'Samples per rank and micro-batch; "auto": a plan decides.'
+    )
     gradient_accumulation_steps: int | None = key(None, _BATCH_SIZE, "Micro-batches per optimizer step.")
     gradient_clipping: float = key(0.0, NOT_NEGATIVE, "Largest global gradient norm; 0 switches clipping off.")
     gradient_clipping_norm_type: float | Literal["inf"] = key(

@@ -198,7 +198,7 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path: Path, value: str) -> 
     [
         ({"optimizer": adamw(lr="auto")}, "optimizer.params.lr", "learning_rate"),
         ({"optimizer": {"type": "auto"}}, "optimizer.type", ""),
-        ({"zero_optimization": {"stage": "auto"}}, "zero_optimization.stage", ""),
+        ({"zero_optimization": {"stage": "auto"}}, "zero_optimization.stage", "a plan"),
         (
             {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}},
             "scheduler.params.warmup_num_steps",
@@ -208,6 +208,7 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path: Path, value: str) -> 
 )
 def test_auto_that_only_the_caller_knows_says_what_to_give(written: dict[str, Any], place: str, argument: str) -> None:
     filled = f", which Hugging Face's Trainer fills from its argument {argument}" if argument else ""
+    filled = ", which a plan decides at initialize and in train" if argument == "a plan" else filled
     end = f'write a value, or give one: load_config(file, auto={{"{place}": …}})'
     assert problem(**written) == f'{place}: "auto"{filled}, cannot be known here; {end}'
 
