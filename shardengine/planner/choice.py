@@ -384,13 +384,16 @@ class _Search:
             self._told(f"check: {_words(row.candidate)}")
             exact = self._known[row.candidate] = self._plan(_Change("", row.candidate), quick=False)
             if exact is not None and exact.fits:
-                return [row, *(each for each in rows[rows.index(row) + 1 :] if each not in order)][:SHOWN], exact
+                place = rows.index(row)
+                return rows[place : place + SHOWN], exact
             self.refused[_words(row.candidate)] = self._problems[row.candidate] if exact is None else _short(exact)
         return [], None
 
     def needed(self) -> list[str]:
         """The smallest change of each kind with which the candidate fits that lacks least."""
         known = [(candidate, plan) for candidate, plan in self._known.items() if plan is not None and not plan.fits]
+        if not known:  # only wholes do not fit, and none of them could be planned
+            return [f"nothing that would fit can be checked: {next(iter(self.refused.values()))}"]
         closest, plan = min(known, key=lambda each: max(_lacks(tier) for tier in each[1].tiers))
         told = [f"nothing fits; the closest is {_words(closest)}: {'; '.join(plan.sentences())}"]
         for kind in (self._other_places, self._more_ranks, self._shorter, self._smaller_states):

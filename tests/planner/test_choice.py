@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shardengine import Choice, Hardware, Plan, choose, load_config, plan
 from shardengine.errors import UsageError
-from shardengine.planner import Rates, table_of
+from shardengine.planner import Rates, memory_plan, table_of
 from shardengine.planner.choice import Candidate, global_batch
 from shardengine.planner.hardware import RESERVED
 
@@ -147,6 +147,30 @@ def test_what_is_not_among_the_rows_is_refused_for_a_reason(small: Choice, large
     for name, why in small.refused.items():
         assert "does not fit, " in why, name
     assert not {str(row.candidate) for row in small.rows} & small.refused.keys()
+
+
+def test_the_first_row_is_checked_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the best do not fit after all, the one that needs least does, and what was found is said."""
+    every, run_all, tried = chosen(LARGE), memory_plan.Task.run_all, []
+    least = min(every.rows[3:], key=lambda row: row.plan.device.need).candidate
+    good = {least.stage}
+
+    def fails(task: memory_plan.Task, exact: bool) -> Any:
+        tried.append(task.config.zero_optimization.stage)
+        if tried[-1] in good and len(tried) > 3:
+            return run_all(task, exact)
+        raise UsageError("plan: it is larger than it looks")
+
+    monkeypatch.setattr(memory_plan.Task, "run_all", fails)
+    found = chosen(LARGE)
+    assert tried == [*(row.candidate.stage for row in every.rows[:3]), least.stage]
+    assert found.plan is not None and found.rows[0].candidate == least
+    assert len(found.refused) == 3 and set(found.refused.values()) == {"plan: it is larger than it looks"}
+    good.clear()
+    none = chosen(LARGE)
+    assert not none.rows and none.needed == [
+        "nothing that would fit can be checked: plan: it is larger than it looks"
+    ]
 
 
 def test_what_the_engine_refuses_is_refused_in_its_words() -> None:
