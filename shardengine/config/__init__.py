@@ -26,6 +26,7 @@ from shardengine.config.load import (
     load_or_default,
     provisional,
     undecided,
+    whole_number,
 )
 from shardengine.config.reader import NO_EFFECT_BECAUSE, READ_AS, Source, read_tree
 from shardengine.config.schema import (
@@ -77,4 +78,5 @@ __all__ = [
     "provisional",
     "read_tree",
     "undecided",
+    "whole_number",
 ]

@@ -135,6 +135,12 @@ def fitting_ranks(total: int, each: int) -> list[int]:
 STAGE, MICRO = "zero_optimization.stage", "train_micro_batch_size_per_gpu"
 
 
+def whole_number(value: Any) -> int | None:
+    """``value`` as a size is read, also from 4.0; None for anything else."""
+    is_whole = isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1
+    return int(value) if is_whole else None
+
+
 def undecided(source: Mapping[str, Any] | str | Path | Config) -> frozenset[str]:
     """Those of ``STAGE`` and ``MICRO`` that ``source`` leaves to a plan: they are "auto", and the micro-batch does not
     follow from the two other sizes. Of what cannot be read, nothing."""
@@ -144,7 +150,7 @@ def undecided(source: Mapping[str, Any] | str | Path | Config) -> frozenset[str]
         tree = read_json(Path(source)) if isinstance(source, (str, Path)) else plain(source)
     except ConfigError:
         return frozenset()
-    follows = all(isinstance(tree.get(size), int) for size in TRIPLE if size != MICRO)
+    follows = all(whole_number(tree.get(size)) for size in TRIPLE if size != MICRO)
     reader = Reader()
     reader.read(tree)
     return frozenset(reader.automatic & ({STAGE} if follows else {STAGE, MICRO}))

@@ -244,7 +244,8 @@ class Reader:
         elif name in ONLY_CALLER:
             if self.usable(name):
                 plan = ", which a plan decides at initialize and in train" if name == "zero_optimization.stage" else ""
-                text = f'"auto"{trainer or plan}, cannot be known here; write a value, or give one: {_give(name)}'
+                who = trainer or plan
+                text = f'"auto"{who}{who and ","} cannot be known here; write a value, or give one: {_give(name)}'
                 self.problem(name, text)
         else:
             instead = f"; for another one: {_give(name)}" if argument else ""

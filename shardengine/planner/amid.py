@@ -43,9 +43,9 @@ def plan_amid(
     batch: makes a micro-batch. Other ranks may wait meanwhile: it ends when a part of ``timeout_s`` is over.
     """
     try:
-        with undisturbed(model):
-            asked = in_time(loss, _PATIENCE * config.timeout_s)
-            return plan(model, config, where, batch=batch(), loss=asked, **options)
+        with undisturbed():
+            asked = in_time(loss, config.timeout_s, _PATIENCE)
+            return plan(model, config, where, batch=batch(), loss=asked, trains=True, **options)
     except (TooLong, Exception) as error:
         found = reason_of(error).partition(": expected")[0][:_LONGEST_REASON]
     gc.collect()  # what the exception held
@@ -59,41 +59,38 @@ class TooLong(BaseException):
 def reason_of(error: BaseException) -> str:
     """Why there is no plan, without the call that says so."""
     if not isinstance(error, (TooLong, UsageError, ConfigError)):
-        return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-    text = str(error)
+        return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}".removesuffix(": ")
+    text = "; ".join(error.problems) if isinstance(error, ConfigError) else str(error)
     for call in ("choose: ", "no config can be planned: ", "plan: "):
         text = text.removeprefix(call)
     return text
 
 
-def in_time(loss: Callable[[Any], Tensor], seconds: float) -> Callable[[Any], Tensor]:
-    """``loss``, and ``TooLong`` when so many seconds are over."""
+def in_time(loss: Callable[[Any], Tensor], timeout_s: float, part: float) -> Callable[[Any], Tensor]:
+    """``loss``, and ``TooLong`` when a part of ``timeout_s`` is over."""
+    seconds = part * timeout_s
     end = time.monotonic() + seconds
 
     def asked(returned: Any) -> Tensor:
         if time.monotonic() > end:
-            raise TooLong(f"it takes more than {seconds:g} s")
+            raise TooLong(f"it takes more than {seconds:g} s, a part of timeout_s")
         return loss(returned)
 
     return asked
 
 
 @contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Inside, ``model`` is in training mode and nothing is logged; afterwards random numbers, logs, the model and its
-    modes are as they were."""
+def undisturbed() -> Iterator[None]:
+    """Inside, nothing is logged; afterwards random numbers and logs are as they were."""
     log = logging.getLogger("shardengine")
-    level, modes = log.level, [(module, module.training) for module in model.modules()]
+    level = log.level
     try:
         log.setLevel(logging.CRITICAL)
-        model.train()
-        with _same_random_numbers(), warnings.catch_warnings():
+        with _same_random_numbers(), torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
         log.setLevel(level)
-        for module, trains in modes:
-            vars(module)["training"] = trains
 
 
 @contextmanager

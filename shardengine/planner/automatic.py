@@ -12,6 +12,7 @@ that differ by what they send, the other one may be the faster where the GPU is 
 from __future__ import annotations
 
 import gc
+import json
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
@@ -26,6 +27,7 @@ from shardengine.comm import (
     GroupName,
     GroupSpeed,
     Mesh,
+    compare,
     measure_gathers,
     measure_reduction,
     run_on_all_ranks,
@@ -46,7 +48,6 @@ from shardengine.planner.rates import Rates
 _WHAT = 'deciding what is "auto" in the config'
 _PATIENCE = 0.8
 """The part of ``timeout_s`` for which the other ranks may wait."""
-_INSTEAD = "write a value, or have one written: shardengine plan --choose --write FILE"
 _log = logging.getLogger(__name__)
 
 
@@ -78,9 +79,16 @@ def decide(asked: Question, mesh: Mesh) -> dict[str, int]:
     def look() -> tuple[Hardware, Config]:
         check_free(asked.model)
         config = load_config(asked.base, provisional(asked.base, asked.auto))
+        if config.optimizer is None and not asked.options:
+            raise UsageError(
+                'expected an optimizer, whose states a plan has, where the config says "auto": in the config, or '
+                "optimizer="
+            )
         return this_machine(mesh.device, mesh.ranks, config), config
 
     own, config = run_on_all_ranks(collectives, _WHAT, look)
+    settings = {name: value for name, value in config.to_dict().items() if name != "monitor"}  # rank 0's alone
+    compare(collectives, {"config": [json.dumps(settings, sort_keys=True, default=str)]})
     asked = replace(asked, base=_on(mesh, config, asked.base))
     where = _least(own, collectives)
     speeds: dict[str, GroupSpeed] = {}
@@ -132,18 +140,19 @@ def decide_alone(
     names = [name for name, is_undecided in asked_for if is_undecided]
     why = None
     try:
-        with undisturbed(asked.model):
-            patience = _PATIENCE * load_or_default(asked.base, asked.auto).timeout_s
-            found = search(replace(asked, loss=in_time(asked.loss, patience)), where, _rates(where, speeds or {}))
+        with undisturbed():
+            loss = in_time(asked.loss, load_or_default(asked.base, asked.auto).timeout_s, _PATIENCE)
+            found = search(replace(asked, loss=loss, trains=True), where, _rates(where, speeds or {}))
     except (TooLong, Exception) as error:
         why = reason_of(error)
     if why is not None:
         gc.collect()  # what the exception held
         if names == [MICRO] and global_batch(asked.base, where.ranks) is not None:
             return {}, f"{MICRO} is worked out from the other batch sizes, since no plan was made: {why}"
-        raise UsageError(f'{" and ".join(names)}: "auto" cannot be decided: {why}; or {_INSTEAD}')
+        made = "" if asked.batch is not None else ", and batch= of your own where the one that was made is no batch"
+        raise UsageError(f'{" and ".join(names)}: "auto" cannot be decided: {why}; write a value{made}')
     if found.plan is None:
-        raise NothingFits(f'{" and ".join(names)}: "auto", but {"; ".join(found.needed)}; or {_INSTEAD}')
+        raise NothingFits(f'{" and ".join(names)}: "auto", but {"; ".join(found.needed)}')
     config = found.plan.config
     values = {STAGE: config.zero_optimization.stage, MICRO: config.train_micro_batch_size_per_gpu or 1}
     values = {name: values[name] for name in names}

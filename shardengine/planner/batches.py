@@ -6,6 +6,7 @@ Must not know: architectures by name, engines.
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -72,12 +73,23 @@ def on_host(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def resized(batch: Mapping[str, Any], samples: int, wanted: int) -> dict[str, Any]:
-    """``batch`` of ``samples``, with ``wanted`` in their place; what has another first size stays as it is."""
+    """``batch`` of ``samples``, with ``wanted`` of them: the first, or all in turn; what has another first size
+    stays."""
+    if wanted == samples:
+        return dict(batch)
+    order = torch.arange(wanted) % samples
     return {
-        name: torch.zeros(wanted, *each.shape[1:], dtype=each.dtype)
-        if isinstance(each, Tensor) and each.dim() and each.shape[0] == samples else each
+        name: each[order] if isinstance(each, Tensor) and each.dim() and each.shape[0] == samples else each
         for name, each in batch.items()
-    }  # fmt: skip
+    }
+
+
+def samples_of(batch: Mapping[str, Any]) -> int:
+    """The first size that most tensors have, those of two dimensions or more where there are any; of several the
+    largest. 1 where none has any."""
+    shapes = [each.shape for each in batch.values() if isinstance(each, Tensor) and each.dim()]
+    sizes = Counter(shape[0] for shape in ([each for each in shapes if len(each) > 1] or shapes))
+    return max(sizes, key=lambda size: (sizes[size], size), default=1)
 
 
 def shorter(batch: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -106,12 +118,17 @@ def _tokens(config: Any, length: int | None) -> int:
     return length
 
 
+def _shown(returned: Any) -> str:
+    shape = " × ".join(map(str, returned.shape)) if isinstance(returned, Tensor) else ""
+    return f"a tensor of {shape}" if shape else type(returned).__name__
+
+
 def loss_of(returned: Any) -> Tensor:
     """``returned.loss``, ``returned["loss"]``, or the scalar that was returned; ``UsageError`` otherwise."""
     loss = returned.get("loss") if isinstance(returned, Mapping) else getattr(returned, "loss", returned)
     if not isinstance(loss, Tensor) or loss.dim():
         raise UsageError(
-            f"plan: expected forward to return a loss, or something that has one, got {type(returned).__name__}: "
+            f"plan: expected forward to return a loss, or something that has one, got {_shown(returned)}: "
             "loss=, a function of what it returns, says how to come to a scalar"
         )
     return loss

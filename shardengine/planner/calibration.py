@@ -145,6 +145,6 @@ def _python() -> float:
     def train() -> None:
         model(given).sum().backward()
 
-    with _Counted() as counted:
+    with torch.enable_grad(), _Counted() as counted:
         train()
     return max(_seconds(train, grad=True) / counted.count - _smallest(), 0.0)

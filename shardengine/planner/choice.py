@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from shardengine.config import STAGES, TRIPLE, load_config, read_tree
+from shardengine.config import MICRO, STAGES, TRIPLE, load_config, provisional, read_tree, whole_number
 from shardengine.errors import ConfigError, UsageError
 from shardengine.planner import batches
 from shardengine.planner.hardware import Hardware, show_bytes, table
@@ -54,14 +54,25 @@ _PLACES: Mapping[str, Mapping[str, str]] = {
     _ALL_ON_DISK: {_OPTIMIZER: "nvme", _PARAM: "nvme"},
 }
 """What is in them: key of the config → its device."""
-_STAGES_OF = {_GPU: STAGES, _STATES: STAGES[1:], _ALL: STAGES[-1:], _STATES_ON_DISK: STAGES[1:],
-              _ALL_ON_DISK: STAGES[-1:]}  # fmt: skip
+_WHERE_WEIGHTS_REST = {_ALL: STAGES[-1:], _ALL_ON_DISK: STAGES[-1:]}
+"""Stages that may have them there; all else goes with every stage."""
 _STAGES_OF_ONE = (*STAGES[:1], *STAGES[2:])
 """With one micro-batch a step."""
+_ALIKE = 0.05
+"""The part by which speeds differ that are measured twice."""
 _PARTS = 20
 """A part of the states on the host is so many parts of all, or more of them."""
-_WHOLE, _MICRO, _STEPS = TRIPLE
+_WHOLE, _, _STEPS = TRIPLE
 _OURS = (_OPTIMIZER, _PARAM, "zero_hpz_partition_size")
+
+
+def _check(base: Mapping[str, Any]) -> None:
+    """``ConfigError`` for what is wrong with all that ``choose`` does not choose."""
+    zero = base.get("zero_optimization")
+    if zero is None or isinstance(zero, Mapping):
+        rest = {key: value for key, value in (zero or {}).items() if key not in _OURS}
+        base = {**base, "zero_optimization": {**rest, "stage": "auto"}}
+    load_config({**base, MICRO: 1} if global_batch(base, 1) is None else base, provisional(base))
 
 
 class Undecided(NamedTuple):
@@ -108,7 +119,7 @@ class Candidate:
         if self.samples is not None:
             whole, steps = global_batch(base, ranks), _number(base, _STEPS) or 1
             found.pop(_STEPS, None)
-            found |= {_MICRO: self.samples, **({_STEPS: steps} if whole is None else {_WHOLE: whole})}
+            found |= {MICRO: self.samples, **({_STEPS: steps} if whole is None else {_WHOLE: whole})}
         return found
 
 
@@ -191,6 +202,7 @@ def choose(
     if not isinstance(config, (str, Path, Mapping)):
         raise UsageError(f"choose: expected config to be a mapping, or a file of one, got {type(config).__name__}")
     base = read_tree(Path(config)) if isinstance(config, (str, Path)) else copy.deepcopy(dict(config))
+    _check(base)
     with without_values():
         found = made(model)
     given = batches.example(found, 1, length) if batch is None else batch
@@ -202,7 +214,7 @@ def choose(
 class Question:
     """What a config is chosen for. base: of what it is made · batch: a micro-batch of any size, or what makes one; by
     default one for transformers' models · undecided: what is chosen, the rest is as ``base`` says · loss, options: as
-    for ``plan`` · auto: as for ``load_config``."""
+    for ``plan`` · auto: as for ``load_config`` · trains: in training mode, whatever the model is in."""
 
     model: nn.Module
     base: Mapping[str, Any]
@@ -211,6 +223,7 @@ class Question:
     loss: Callable[[Any], Tensor] = batches.loss_of
     options: Mapping[str, Any] = field(default_factory=dict)
     auto: Mapping[str, Any] = field(default_factory=dict)
+    trains: bool = False
 
 
 def search(
@@ -243,9 +256,7 @@ class _Search:
         self._base, self._undecided = asked.base, asked.undecided
         given = asked.batch() if callable(asked.batch) else asked.batch
         self._batch = batches.example(asked.model, 1, None) if given is None else batches.on_host(given)
-        self._samples = next(
-            (each.shape[0] for each in self._batch.values() if isinstance(each, Tensor) and each.dim()), 1
-        )
+        self._samples = batches.samples_of(self._batch)
         if not self._grows():
             raise UsageError(
                 "choose: expected batch= of tensors [samples, ...] by name, got one of which nothing would be larger "
@@ -261,12 +272,14 @@ class _Search:
         return any(each is not self._batch[name] for name, each in twice.items())
 
     def rows(self) -> list[Row]:
-        """Of all that fit, best first."""
+        """Of all that fit, best first. On the disk where there is one, and the config says which folder."""
         if not self._undecided.rest:
-            found = [row for kind in self._as_said() for row in self._largest(kind)]
-            return sorted(found, key=lambda row: -row.samples_per_s)
-        found = []
+            return _settled([row for kind in self._as_said() for row in self._largest(kind)])
+        found: list[Row] = []
         for place in self._places():
+            if place == _STATES_ON_DISK and disk_of(self._base) is None:
+                self.refused["on the disk"] = "expected zero_optimization.offload_optimizer.nvme_path, a folder of it"
+                break
             if place != _GPU and any(row.samples >= min(_ENOUGH, self._sizes[-1]) for row in found):
                 break
             for again in (False, True):
@@ -275,8 +288,7 @@ class _Search:
         return sorted(found, key=lambda row: -row.samples_per_s)
 
     def _places(self) -> Iterator[str]:
-        """The disk where there is one, and the config says which folder."""
-        has_disk = self._where.disk_bytes is not None and disk_of(self._base) is not None
+        has_disk = self._where.disk_bytes is not None
         for place in _PLACES if self._where.is_gpu else (_GPU,):
             if has_disk or place not in (_STATES_ON_DISK, _ALL_ON_DISK):
                 yield place
@@ -288,13 +300,15 @@ class _Search:
             yield Candidate(stage, None, None, samples=smallest)
 
     def _stages(self, all_: Sequence[int]) -> Sequence[int]:
-        """With one micro-batch a step stage 2 sends what stage 1 does, and keeps less."""
+        """With one micro-batch a step stage 2 sends what stage 1 does, and keeps less; one rank shards nothing, but
+        drops what it gathers."""
+        if self._where.ranks == 1:
+            return list(dict.fromkeys((all_[0], all_[-1])))
         several = global_batch(self._base, self._where.ranks) is not None or (_number(self._base, _STEPS) or 1) > 1
         return [each for each in all_ if several or each in _STAGES_OF_ONE]
 
     def _kinds(self, place: str, again: bool) -> Iterator[Candidate]:
-        numbers = self._stages(_STAGES_OF[place])
-        for stage in numbers if self._where.ranks > 1 else numbers[:1]:
+        for stage in self._stages(_WHERE_WEIGHTS_REST.get(place, STAGES)):
             yield Candidate(stage, place, again)
         node = self._where.node_ranks or self._where.ranks
         if place == _GPU and 1 < node < self._where.ranks:
@@ -328,25 +342,36 @@ class _Search:
         for parts in range(least, min(least + 2, _PARTS)):
             chosen = replace(row.candidate, part=parts / _PARTS)
             found = self._quick(chosen)
-            if found is not None and found.fits:
-                return [self._row(chosen, found)]
+            if found is not None and found.fits:  # few buckets may be the same part
+                return [self._row(chosen, found)] if found.device.need > row.plan.device.need else []
         return []
 
     def _of_sizes(self, kind: Candidate) -> list[Row]:
+        sizes = self._sizes if self._undecided.micro_batches else []
         one = self._quick(kind)
+        if one is None and len(sizes) > 1:  # what is normalised over a batch has to have two samples
+            sizes, kind = sizes[1:], replace(kind, samples=sizes[1])
+            one = self._quick(kind)
         if one is None or not one.fits:
             return []
-        sizes, found = self._sizes if self._undecided.micro_batches else [], [self._row(kind, one)]
-        two = self._quick(replace(kind, samples=sizes[1])) if len(sizes) > 1 else None
+        found = [self._row(kind, one)]
+        two = self._larger(replace(kind, samples=sizes[1])) if len(sizes) > 1 else None
         if two is None or not two.fits:
             return found
         found.append(self._row(replace(kind, samples=sizes[1]), two))
-        limit = min(_limit(*pair, sizes[1]) for pair in zip(one.tiers, two.tiers, strict=True))
+        limit = min(_limit(*pair, sizes[0], sizes[1]) for pair in zip(one.tiers, two.tiers, strict=True))
         for size in reversed([size for size in sizes if sizes[1] < size <= limit]):
             chosen = replace(kind, samples=size)
-            there = self._quick(chosen)
+            there = self._larger(chosen)
             if there is not None and there.fits:
                 return [*found, self._row(chosen, there)]
+        return found
+
+    def _larger(self, candidate: Candidate) -> Plan | None:
+        """Of a micro-batch that is larger than one that fits; that it cannot be planned is no matter of memory."""
+        found = self._quick(candidate)
+        if found is None:
+            self.refused[_words(candidate)] = self._problems[candidate]
         return found
 
     def _row(self, candidate: Candidate, plan: Plan) -> Row:
@@ -368,10 +393,12 @@ class _Search:
             config = load_config(tree, self._asked.auto).resolve_batch(where.ranks)
             samples = config.train_micro_batch_size_per_gpu or 1
             batch = batches.resized(change.batch or self._batch, self._samples, samples)
-            task = Task(self._asked.model, batch, config, where, self._asked.loss, self._asked.options)
+            asked = self._asked
+            task = Task(asked.model, batch, config, where, asked.loss, asked.options, asked.trains)
             return task.plan(task.run_quickly() if quick else task.run_all(exact=False), self._rates)
         except (ConfigError, UsageError, ValueError) as error:
-            self._problems.setdefault(change.candidate, str(error))
+            said = "; ".join(error.problems) if isinstance(error, ConfigError) else str(error)
+            self._problems.setdefault(change.candidate, said)
             return None
 
     def checked(self, rows: Sequence[Row]) -> tuple[Sequence[Row], Plan | None]:
@@ -444,11 +471,20 @@ def _words(candidate: Candidate) -> str:
     return f"{candidate}, {size}"
 
 
-def _limit(one: Tier, two: Tier, second: int) -> float:
-    """Samples at which a tier is full, by its needs with one and with ``second``."""
+def _limit(one: Tier, two: Tier, first: int, second: int) -> float:
+    """Samples at which a tier is full, by its needs with ``first`` and with ``second`` of them."""
     if one.has is None or two.need <= one.need:
         return float("inf")
-    return 1 + (one.has - one.need) * (second - 1) / (two.need - one.need)
+    return first + (one.has - one.need) * (second - first) / (two.need - one.need)
+
+
+def _settled(rows: Sequence[Row]) -> list[Row]:
+    """Best first. As good as the fastest are all that are nearly as fast, so that a machine says the same each time: of
+    these the lowest stage and the smallest micro-batch are first."""
+    fast = max((row.samples_per_s for row in rows), default=0.0) * (1 - _ALIKE)
+    simplest = lambda row: (row.plan.config.zero_optimization.stage, row.samples)  # noqa: E731
+    best = sorted((row for row in rows if row.samples_per_s >= fast), key=simplest)
+    return best + sorted((row for row in rows if row.samples_per_s < fast), key=lambda row: -row.samples_per_s)
 
 
 def _lacks(tier: Tier) -> float:
@@ -467,14 +503,13 @@ def _short(plan: Plan) -> str:
 
 def global_batch(config: Mapping[str, Any], ranks: int) -> int | None:
     """Samples of a step that ``config`` says, itself or by the other two sizes; None: it does not."""
-    micro, steps = _number(config, _MICRO), _number(config, _STEPS)
+    micro, steps = _number(config, MICRO), _number(config, _STEPS)
     return _number(config, _WHOLE) or (None if micro is None else micro * (steps or 1) * ranks)
 
 
 def _number(config: Mapping[str, Any], key: str) -> int | None:
     """None: nothing, or "auto"."""
-    found = config.get(key)
-    return found if isinstance(found, int) else None
+    return whole_number(config.get(key))
 
 
 def table_of(found: Choice) -> str:

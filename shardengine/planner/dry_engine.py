@@ -11,6 +11,9 @@ the planned device is a GPU, that: its tensors are those of a CPU, with a platfo
 from __future__ import annotations
 
 import gc
+import logging
+import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -340,15 +343,42 @@ def _name_kept(ledger: Ledger, engine: Engine) -> None:
 def _as_always() -> Iterator[None]:
     """Inside, what lies in cycles stays, as it may in training between two collections, and gradients are there,
     wherever a plan is made; random numbers that are drawn are given back."""
-    collects = gc.isenabled()
+    collects, log = gc.isenabled(), logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
     gc.collect()
     gc.disable()
+    log.setLevel(logging.CRITICAL)  # of what a model asks in vain an exception says all
     try:
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        with _interrupted_afterwards(), torch.random.fork_rng(devices=[]), torch.enable_grad():
             yield
     finally:
+        log.setLevel(level)
         if collects:
             gc.enable()
+
+
+@contextmanager
+def _interrupted_afterwards() -> Iterator[None]:
+    """Ctrl-C inside counts behind it, the second one at once: an exception amid an operation that a mode plays ends the
+    process."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    came: list[Any] = []
+
+    def note(*given: Any) -> None:
+        came.append(given)
+        if len(came) > 1:
+            before(*given)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came:
+        before(*came[0])
 
 
 @contextmanager

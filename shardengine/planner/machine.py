@@ -27,8 +27,9 @@ def this_machine(device: torch.device, ranks: int, config: Config) -> Hardware:
     others use at the moment.
     """
     said = os.environ.get(devices.LOCAL_SIZE, "")
-    here, host = int(said) if said.isdecimal() and int(said) else ranks, host_bytes()
-    here = here if ranks % here == 0 else ranks
+    local = int(said) if said.isdecimal() and int(said) else ranks
+    here = local if ranks % local == 0 else ranks
+    host = host_bytes() // max(local, here) * here  # other processes of this machine have their part
     disk = _disk_bytes(config)
     if device.type == "cpu":
         return Hardware(ranks, host // here, None, disk, here, is_gpu=False)

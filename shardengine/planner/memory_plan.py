@@ -154,6 +154,7 @@ def plan(
     loss: Callable[[Any], Tensor] = batches.loss_of,
     exact: bool = False,
     rates: Rates | None = None,
+    trains: bool = False,
     **options: Any,
 ) -> Plan:
     """What a rank of a run with ``initialize(model, config)`` needs, without a GPU, weights or other ranks.
@@ -162,7 +163,8 @@ def plan(
     ``Hardware`` · batch: a micro-batch, as ``engine(**batch)`` gets it; default zeros for a model of transformers, of
     ``train_micro_batch_size_per_gpu`` samples and ``length`` tokens · loss: of what forward returns · exact: all layers
     run, where else three shorter models may do · rates: how fast the hardware is; default ``Rates.given`` where
-    ``hardware`` says something of its speeds · options: ``optimizer``, as ``initialize`` has it.
+    ``hardware`` says something of its speeds · trains: in training mode, whatever the model is in · options:
+    ``optimizer``, as ``initialize`` has it.
 
     The engine runs some steps dry (docs/decisions.md): what the model's own code makes is counted, whatever it is. The
     rank is one in the middle. ``UsageError`` where that code asks for values that only data has.
@@ -177,7 +179,7 @@ def plan(
     sizes = [len(each) for each in used.values() if isinstance(each, Tensor) and each.dim()]
     if sizes and micro not in sizes:
         _log.warning("a micro-batch of %d is planned, as batch= has it; the config says %d samples", sizes[0], micro)
-    task = Task(found, used, resolved, where, loss, options)
+    task = Task(found, used, resolved, where, loss, options, trains)
     return task.plan(task.run_all(exact), rates or (Rates.given(where) if where.has_speeds else None))
 
 
@@ -243,6 +245,7 @@ class Task:
     where: Hardware
     loss: Callable[[Any], Tensor]
     options: Mapping[str, Any]
+    trains: bool = False
 
     @property
     def place(self) -> Place:
@@ -287,10 +290,10 @@ class Task:
 
         def make(mode: NoValues) -> nn.Module:
             if layers is not None:
-                return shorter(self.model, layers, depth, lambda gone: without_weights(self.model, mode, instead=gone))
-            copied, options["optimizer"] = without_weights(self.model, mode, options.get("optimizer"))
-            assert isinstance(copied, nn.Module)
-            return copied
+                found = shorter(self.model, layers, depth, lambda gone: without_weights(self.model, mode, instead=gone))
+            else:
+                found, options["optimizer"] = without_weights(self.model, mode, options.get("optimizer"))
+            return found.train() if self.trains else found
 
         sizes = _batch_of(self.config, min(_RUN, self.config.gradient_accumulation_steps or 1))
         config = replace(self.config, **sizes, monitor=MonitorConfig(), notices=())  # nothing is written or said

@@ -192,6 +192,7 @@ def without_values(*, on_gpu: bool = False, report: kernels.Report | None = None
         yield last.enter_context(NoValues())
 
 
+_CONTAINERS = (list, dict, set)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
@@ -208,7 +209,9 @@ def without_weights(model: nn.Module, mode: NoValues, *others: Any, instead: Map
         for parameter in module.parameters(recurse=False):
             if id(parameter) not in memo:
                 made = nn.Parameter(mode.empty(parameter), requires_grad=parameter.requires_grad)
-                vars(made).update(vars(parameter))
+                own = {name: copy.copy(each) if isinstance(each, _CONTAINERS) else each
+                       for name, each in vars(parameter).items()}  # fmt: skip
+                vars(made).update(own)
                 memo[id(parameter)] = made
         for buffer in module.buffers(recurse=False):
             if buffer.is_floating_point() or buffer.is_meta or buffer.nbytes >= LARGE:

@@ -210,7 +210,8 @@ def test_auto_that_only_the_caller_knows_says_what_to_give(written: dict[str, An
     filled = f", which Hugging Face's Trainer fills from its argument {argument}" if argument else ""
     filled = ", which a plan decides at initialize and in train" if argument == "a plan" else filled
     end = f'write a value, or give one: load_config(file, auto={{"{place}": …}})'
-    assert problem(**written) == f'{place}: "auto"{filled}, cannot be known here; {end}'
+    filled = f"{filled}," if filled else ""
+    assert problem(**written) == f'{place}: "auto"{filled} cannot be known here; {end}'
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ for a plan, and are planned all the same."""
 
 from __future__ import annotations
 
+import signal
 import threading
 from typing import Any
 
@@ -100,3 +101,94 @@ def test_what_cannot_be_copied_is_shared(own: bool) -> None:
         assert model.last.copied == [1], "what can be copied is the copy's own"
     assert found[0].device.at_rest == {**found[1].device.at_rest, "model": found[0].device.at_rest["model"]}
     assert odd.lock.acquire(blocking=False)
+
+
+def test_samples_are_repeated_and_keep_their_values() -> None:
+    batch = {"mask": torch.tensor([[1, 0], [1, 1]]), "labels": torch.tensor([3, 4]), "scale": torch.ones(5), "use": 1}
+    assert batches.samples_of(batch) == 2 and batches.resized(batch, 2, 2)["mask"] is batch["mask"]
+    more, less = (batches.resized(batch, 2, wanted) for wanted in (3, 1))
+    assert more["mask"].tolist() == [[1, 0], [1, 1], [1, 0]] and more["labels"].tolist() == [3, 4, 3]
+    assert less["mask"].tolist() == [[1, 0]] and more["use"] == 1 and more["scale"] is batch["scale"]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "samples"),
+    [
+        ([(1, 128), (8, 128, 4)], 8),  # positions of all samples
+        ([(5,), (2, 16)], 2),
+        ([(3,), (3, 2), (4, 2), (3, 7)], 3),
+        ([(6,)], 6),
+        ([], 1),
+    ],
+)
+def test_samples_of_a_batch(shapes: list[tuple[int, ...]], samples: int) -> None:
+    for order in (shapes, shapes[::-1]):
+        assert batches.samples_of({str(place): torch.zeros(each) for place, each in enumerate(order)}) == samples
+
+
+class Packs(nn.Module):
+    """Computes on what a mask lets through: the values of a batch say how much it needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 512)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.inner(x[mask.bool()]).square().mean()
+
+
+def test_the_values_of_a_batch_count_in_a_choice() -> None:
+    batch = {"x": torch.zeros(2, 64, 16), "mask": torch.ones(2, 64, dtype=torch.int64)}
+    config = {"optimizer": OPTIMIZER, "train_batch_size": 2}
+    alone = shardengine.plan(Packs(), config, "24GB", batch=batch)
+    found = shardengine.choose(Packs(), config, "24GB", batch=batch)
+    assert found.plan is not None and found.rows[0].samples == 2 and found.rows[0].candidate.stage == 0
+    assert found.plan.device.peak == alone.device.peak
+
+
+class Normalises(Holds):
+    """Over a batch, of which one sample is not enough. Its train() does more than set a flag; a parameter has a list."""
+
+    def __init__(self) -> None:
+        super().__init__(odd=False)
+        self.norm = nn.BatchNorm1d(16)
+        self.seen: list[int] = []
+        self.first.weight.seen = []  # type: ignore[attr-defined]
+
+    def train(self, mode: bool = True) -> Normalises:
+        self.norm.requires_grad_(mode)
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.first.weight.seen.append(1)  # type: ignore[attr-defined]
+        return super().forward(self.norm(x))
+
+
+def test_a_model_stays_as_it_is_and_begins_with_two_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Normalises().eval()
+    config = {"optimizer": OPTIMIZER, "train_batch_size": 4, "train_micro_batch_size_per_gpu": "auto"}
+    with torch.no_grad():
+        engine = shardengine.initialize(model, config, batch={"x": torch.zeros(1, 16)})
+    assert engine.config.train_micro_batch_size_per_gpu in (2, 4)
+    assert not model.norm.weight.requires_grad and not model.training and model.first.weight.seen == []  # type: ignore[attr-defined]
+    assert model.norm.num_batches_tracked.item() == 0  # type: ignore[union-attr]
+    engine.close()
+
+
+def test_ctrl_c_counts_behind_a_plan() -> None:
+    came: list[str] = []
+
+    def loss(returned: Tensor) -> Tensor:
+        if not came:
+            came.append("asked")
+            signal.raise_signal(signal.SIGINT)
+            came.append("went on")
+        return returned
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        shardengine.plan(
+            Holds(odd=False), {"optimizer": OPTIMIZER, "train_batch_size": 4}, "24GB", batch={"x": torch.zeros(4, 16)},
+            loss=loss,
+        )  # fmt: skip
+    assert came == ["asked", "went on"] and signal.getsignal(signal.SIGINT) is before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from shardengine import Choice, Hardware, Plan, choose, load_config, plan
-from shardengine.errors import UsageError
+from shardengine.errors import ConfigError, UsageError
 from shardengine.planner import Rates, memory_plan, table_of
-from shardengine.planner.choice import Candidate, global_batch
+from shardengine.planner.choice import Candidate, Row, _settled, global_batch
 from shardengine.planner.hardware import RESERVED
 
 WIDTH = 64
@@ -96,7 +97,7 @@ def test_the_first_is_the_fastest_by_plans_of_their_own(large: Choice) -> None:
 
 def test_no_row_does_not_fit(small: Choice) -> None:
     assert not planned(Candidate(0).config(BASE, 1), SMALL).fits
-    on_host = Candidate(1, "states on the host", samples=2)
+    on_host = Candidate(0, "states on the host", samples=2)
     assert not planned(on_host.config(BASE, 1), SMALL).fits and on_host not in {row.candidate for row in small.rows}
     assert replace(on_host, samples=1) in {row.candidate for row in small.rows}
     for row in small.rows[:4]:
@@ -129,12 +130,16 @@ def test_the_disk_is_for_what_no_memory_holds() -> None:
     """It is tried where there is one, and the config says in which folder."""
     zero = {"offload_optimizer": {"device": "none", "nvme_path": "here"}}
     named, where = {**BASE, "zero_optimization": zero}, gpus(500_000, 1, host_bytes=2_000_000, disk_bytes=10**9)
+    on_disk = {"stage 0, states on the disk", "stage 3, states on the disk", "stage 3, all on the disk"}
     for config, hardware, is_tried in (
         (named, where, True), (BASE, where, False), (named, replace(where, disk_bytes=None), False)
     ):  # fmt: skip
         found = chosen(hardware, config=config)
-        tried = {name.removesuffix(", activations again") for name in found.refused if "disk" in name}
-        assert tried == ({"stage 1, states on the disk", "stage 3, all on the disk"} if is_tried else set())
+        tried = {name.removesuffix(", activations again") for name in found.refused if "on the disk" in name[1:]}
+        said = found.refused.get("on the disk", "")
+        assert bool(said) == (hardware.disk_bytes is not None and not is_tried)
+        tried.discard("on the disk")
+        assert tried == (on_disk if is_tried else set())
     config = Candidate(3, "all on the disk").config(named, 1)
     assert config["zero_optimization"]["offload_param"] == {"device": "nvme", "nvme_path": "here"}
     fitting = planned(config, gpus(10**8, 1, disk_bytes=10**9))
@@ -184,6 +189,7 @@ def test_what_the_engine_refuses_is_refused_in_its_words() -> None:
         ({"train_batch_size": 24}, 24),
         ({"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 4}, 24),
         ({"train_micro_batch_size_per_gpu": 4}, 8),
+        ({"train_micro_batch_size_per_gpu": 4.0, "gradient_accumulation_steps": 3.0}, 24),
         ({}, None),
     ],
 )
@@ -193,6 +199,30 @@ def test_a_global_batch_stays(said: dict[str, int], whole: int | None) -> None:
     found = load_config(Candidate(2, samples=4).config(base, 2)).resolve_batch(2)
     assert found.train_batch_size == (whole or 2 * 4)
     assert found.train_micro_batch_size_per_gpu == 4
+
+
+def test_accumulation_without_a_batch_stays() -> None:
+    base = {key: value for key, value in BASE.items() if key != "train_batch_size"}
+    found = Candidate(2, samples=4).config({**base, "gradient_accumulation_steps": 2.0}, 2)
+    assert load_config(found).resolve_batch(2).train_batch_size == 2 * 2 * 4
+
+
+@pytest.mark.parametrize("zero", ["auto", True, 2])
+def test_what_is_wrong_with_a_config_is_told_as_always(zero: Any) -> None:
+    with pytest.raises(ConfigError, match="zero_optimization: expected an object"):
+        chosen(LARGE, config={**BASE, "zero_optimization": zero})
+
+
+def test_nearly_as_fast_is_as_fast_where_a_run_decides() -> None:
+    def row(stage: int, samples: int, speed: float) -> Row:
+        config = SimpleNamespace(
+            zero_optimization=SimpleNamespace(stage=stage), train_micro_batch_size_per_gpu=samples
+        )
+        return Row(Candidate(stage, samples=samples), SimpleNamespace(config=config), speed)  # type: ignore[arg-type]
+
+    rows = [row(3, 8, 100.0), row(2, 8, 99.0), row(2, 4, 96.0), row(0, 8, 94.0), row(1, 1, 50.0)]
+    found = [(each.candidate.stage, each.samples) for each in _settled(rows)]
+    assert found == [(2, 4), (2, 8), (3, 8), (0, 8), (1, 1)] and _settled([]) == []
 
 
 def test_micro_batches_divide_the_global_batch(large: Choice) -> None:
@@ -228,7 +258,7 @@ def test_what_is_needed_where_nothing_fits_is_true() -> None:
     assert (found.rows, found.config, found.plan) == ([], None, None)
     closest, *needed = found.needed
     assert closest.startswith(
-        "nothing fits; the closest is stage 3, all on the host, micro-batches of 1: GPU: fits"
+        "nothing fits; the closest is stage 3, states on the host, micro-batches of 1: GPU: fits"
     )
     assert "host: does not fit" in closest and told[-3:] == [
         "would it fit with 2 ranks?", "would it fit with 4 ranks?",
@@ -237,7 +267,7 @@ def test_what_is_needed_where_nothing_fits_is_true() -> None:
     assert [sentence.partition(":")[0] for sentence in needed] == [
         "it would fit with 4 ranks", "it would fit with states of 8 bits (data_types.optimizer_state_dtype)"
     ]  # fmt: skip
-    candidate = Candidate(3, "all on the host")
+    candidate = Candidate(3, "states on the host")
     assert not planned(candidate.config(BASE, 1), of(1)).fits
     assert not planned(candidate.config(BASE, 2), of(2)).fits
     assert planned(candidate.config(BASE, 4), of(4)).fits

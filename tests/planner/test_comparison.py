@@ -208,7 +208,7 @@ def test_why_there_is_no_plan_is_said_in_a_few_words() -> None:
     assert set(threading.enumerate()) <= threads  # of the engine that was not closed there is none left
 
     late = plan_amid(SMALL["Llama"].make(), config_of(Case("Llama", 2, "2"), timeout_s=0.004), where, batch)
-    assert late == "it takes more than 0.001 s"
+    assert late == "it takes more than 0.001 s, a part of timeout_s"
 
     def no_batch() -> Any:
         raise ValueError("no rows\nat all")
@@ -254,6 +254,7 @@ def test_ranks_of_a_cpu_share_its_memory(monkeypatch: pytest.MonkeyPatch, tmp_pa
     half = this_machine(CPU, 4, config)
     assert half.device_bytes == total // 2 and half.node_ranks == 2 and half.disk_bytes is None and not half.is_gpu
     assert this_machine(CPU, 3, config).node_ranks == 3  # nodes of another size than this one
+    assert this_machine(CPU, 1, config).device_bytes == total // 2, "the other process has its part"
     limit = tmp_path / "limit"
     limit.write_text("max\n")
     monkeypatch.setattr(machine_module, "_LIMITS", (tmp_path / "none", limit))
