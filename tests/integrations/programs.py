@@ -404,6 +404,7 @@ def contract(say: Say, _rank: int, _folder: str, _run: Run) -> None:
         "_engine_of",
     }
     own |= {"_say_boundary", "_stepping", "_ends_window", "_save_engines", "_other_optimizers"}
+    own |= {"_goes_with_the_rest", "_decide_stage"}
     set_by_it: tuple[str, ...] = ("native_amp", "scaler", "_models", "_optimizers", "state", "split_batches", "step")
     say(gone(ShardAccelerator, Accelerator, own, set_by_it))
     say(gone(ShardOptimizer, AcceleratedOptimizer, set(), ("gradient_state", "optimizer")))

@@ -147,7 +147,7 @@ def test_the_values_of_a_batch_count_in_a_choice() -> None:
 
 
 class Normalises(Holds):
-    """Over a batch, of which one sample is not enough. Its train() does more than set a flag; a parameter has a list."""
+    """Over a batch, of which one sample is not enough; its train() does more than set a flag."""
 
     def __init__(self) -> None:
         super().__init__(odd=False)
