@@ -1,7 +1,7 @@
 """``shardengine.choose``: which config is the fastest that fits, and what would be needed where none does.
 
 Owns: which configs are tried, in what order they are shown. Must not know: how bytes and seconds are found (plans),
-who leaves what open (automatic).
+who leaves what to be decided (automatic).
 
 [Note: Search] Every candidate is a stage, a place for what does not have to be on the device, and whether activations
 are computed again. Two quick plans, of one and of two samples, say how its need grows with a micro-batch, and so which
@@ -122,7 +122,6 @@ class Candidate:
             found |= {MICRO: self.samples, **({_STEPS: steps} if whole is None else {_WHOLE: whole})}
         return found
 
-
     def _kept_in(self, device: str, base: Mapping[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = {"device": device}
         if device == "nvme":
@@ -195,7 +194,7 @@ def choose(
     weights that are kept in a node.
 
     config: what stays: optimizer, precision, clipping, and the global batch, where it says one · batch: a micro-batch
-    of any number of samples, the first size of its tensors · told: hears what is planned at the moment · the rest as
+    of any number of samples, the first size of most of its tensors; they are repeated where more are tried · told: hears what is planned at the moment · the rest as
     for ``plan``. Where nothing fits, ``Choice.needed`` says what would.
     """
     where, options = hardware_of(hardware, "choose"), options_of(options, "choose")
@@ -294,7 +293,7 @@ class _Search:
                 yield place
 
     def _as_said(self) -> Iterator[Candidate]:
-        """Those that leave what the config says, but for what is open."""
+        """Those that leave what the config says, but for what is undecided."""
         smallest = self._sizes[0] if self._undecided.micro_batches else None
         for stage in self._stages(STAGES) if self._undecided.stages else (None,):
             yield Candidate(stage, None, None, samples=smallest)
@@ -325,7 +324,7 @@ class _Search:
 
     def _largest(self, kind: Candidate) -> list[Row]:
         """With the smallest two micro-batches, and with the largest that fits; with that of the config alone, where
-        it says one. Of states on the host also with the least part of them."""
+        it says one. Of states on the host also with a part of them."""
         found = self._of_sizes(kind)
         if not found:
             plan = self._known[kind]
