@@ -194,8 +194,9 @@ def choose(
     weights that are kept in a node.
 
     config: what stays: optimizer, precision, clipping, and the global batch, where it says one · batch: a micro-batch
-    of any number of samples, the first size of most of its tensors; they are repeated where more are tried · told: hears what is planned at the moment · the rest as
-    for ``plan``. Where nothing fits, ``Choice.needed`` says what would.
+    of any number of samples, the first size of most of its tensors; where more are tried they come in turn · told:
+    hears what is planned at the moment · the rest as for ``plan``. Where nothing fits, ``Choice.needed`` says what
+    would.
     """
     where, options = hardware_of(hardware, "choose"), options_of(options, "choose")
     if not isinstance(config, (str, Path, Mapping)):

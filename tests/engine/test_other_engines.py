@@ -296,7 +296,7 @@ def test_an_argument_that_is_spelt_wrong_gets_the_near_one() -> None:
     call: Any = shardengine.initialize
     with pytest.raises(TypeError, match=r"no argument 'lr_schedular': .* did you mean lr_scheduler=\?$"):
         call(Net(), {}, lr_schedular=None)
-    with pytest.raises(TypeError, match=r"no argument 'qqq': it takes model, config, .*, monitors, weights$"):
+    with pytest.raises(TypeError, match=r"no argument 'qqq': it takes model, config, .*, weights, batch, loss$"):
         call(Net(), {}, qqq=None)
 
 

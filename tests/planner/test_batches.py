@@ -177,6 +177,7 @@ def test_a_model_stays_as_it_is_and_begins_with_two_samples(monkeypatch: pytest.
 
 def test_ctrl_c_counts_behind_a_plan() -> None:
     came: list[str] = []
+    outside = signal.signal(signal.SIGINT, signal.default_int_handler)  # who starts tests may ignore it
 
     def loss(returned: Tensor) -> Tensor:
         if not came:
@@ -185,10 +186,10 @@ def test_ctrl_c_counts_behind_a_plan() -> None:
             came.append("went on")
         return returned
 
-    before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
-        shardengine.plan(
-            Holds(odd=False), {"optimizer": OPTIMIZER, "train_batch_size": 4}, "24GB", batch={"x": torch.zeros(4, 16)},
-            loss=loss,
-        )  # fmt: skip
-    assert came == ["asked", "went on"] and signal.getsignal(signal.SIGINT) is before
+    config = {"optimizer": OPTIMIZER, "train_batch_size": 4}
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            shardengine.plan(Holds(odd=False), config, "24GB", batch={"x": torch.zeros(4, 16)}, loss=loss)
+        assert came == ["asked", "went on"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, outside)

@@ -35,7 +35,7 @@ SOURCE = str(Path(shardengine.__file__).parent)
 LAYERS = (6, 12, 24)
 WIDTH = 16
 PER_LAYER = 2 * WIDTH * WIDTH
-SLACK = 1.15
+SLACK, LATE = 1.15, 1.6
 """What grows with the square makes the second difference twice the first, four times that of what grows in line."""
 
 
@@ -114,13 +114,15 @@ def lines_per_step(stage: str, zero: dict[str, Any], options: dict[str, Any]) ->
     return found
 
 
-def require_in_line(counts: list[Counter[str]]) -> None:
-    """Each file's count grows with the number of layers, and no faster."""
+def require_in_line(counts: list[Counter[str]], *, asks: str = "") -> None:
+    """Each file's count grows with the number of layers, and no faster. asks: a file that asks whether another rank has
+    come, the more often the later it does; its count may be further from a line than others, and not on a parabola."""
     few, more, many = counts
     assert sum(few.values()) > 1000
     for name in many:
         first, second = more[name] - few[name], many[name] - more[name]
-        assert second <= 2 * SLACK * first + 40, f"{name}: {few[name]}, {more[name]}, {many[name]} lines"
+        times = 2 * (LATE if name == asks else SLACK)
+        assert second <= times * first + 40, f"{name}: {few[name]}, {more[name]}, {many[name]} lines"
 
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -145,7 +147,7 @@ def test_with_two_ranks_and_weights_that_are_awaited_late(pools: Pools) -> None:
     for stage in cases.STAGES:
         overlap = {"overlap_param_gather": True} if stage in ("1", "2") else {}
         for counts in pools(2).run(lines_per_step, stage, {}, overlap):
-            require_in_line(counts)
+            require_in_line(counts, asks="comm/work.py")
 
 
 # The layout
