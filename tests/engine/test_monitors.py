@@ -456,7 +456,7 @@ def test_a_given_optimizer_knows_the_learning_rate_that_is_auto() -> None:
 def test_batch_sizes_that_are_auto_are_said_by_initialize() -> None:
     """What a file for Hugging Face's Trainer says, without the Trainer."""
     automatic = dict.fromkeys(sizes := ("train_batch_size", "train_micro_batch_size_per_gpu"), "auto")
-    with pytest.raises(UsageError, match=r'^train_micro_batch_size_per_gpu: "auto" cannot be decided: expected batch=, '):
+    with pytest.raises(UsageError, match=r'^train_micro_batch_size_per_gpu: "auto" cannot be decided: '):
         shardengine.initialize(nn.Linear(3, 2), {**automatic, "optimizer": {"type": "SGD"}})
     with pytest.raises(ConfigError, match=r"the batch size is missing.*load_config\(file, auto="):
         shardengine.load_config({**automatic, "optimizer": {"type": "SGD"}}).resolve_batch(1)
