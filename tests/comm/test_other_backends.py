@@ -124,11 +124,14 @@ import shardengine.comm.mesh as mesh
 from shardengine.errors import UsageError
 
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=int(os.environ["RANK"]), world_size=2)
+store = dist.distributed_c10d._get_default_store()
 dist.distributed_c10d._get_default_store = dist.Store
 try:
     mesh.build(timeout_s=30)
 except UsageError as error:
     print(error)
+store.set("end of " + os.environ["RANK"], "")
+store.wait(["end of 0", "end of 1"])  # the other one may be connecting still
 """
 
 
