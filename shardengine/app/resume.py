@@ -137,7 +137,7 @@ class Earlier:
         to a plan was decided when the run began."""
         ranks, own = self.first_ranks or self.ranks, load_config(self.output / CONFIG)
         decided = {STAGE: own.zero_optimization.stage, MICRO: own.train_micro_batch_size_per_gpu or 1}
-        auto = {name: value for name, value in decided.items() if name in undecided(path)}
+        auto = {name: decided[name] for name in undecided(path)}
         configs = keep_batch(own, ranks), read_config(path, ranks, seed, auto=auto)
         before, now = ({key: value for key, value, _ in config.resolved()} for config in configs)
         return [

@@ -81,14 +81,15 @@ class Settings:
     plan: bool = True
 
     def read_config(self, ranks: int, auto: Mapping[str, int] | None = None) -> Config:
-        """The config for ``ranks`` ranks; a run that goes on, or begins again, keeps its global batch.
+        """The config for ``ranks`` ranks; a run that goes on, or begins again, keeps its global batch. One that begins
+        again, and leaves the micro-batch to a plan, has what the plan says for these ranks.
 
         auto: what was decided where it says "auto"; None: nothing yet, provisional values stand there.
         """
         if self.resume is not None:
             return keep_batch(load_config(self.config), ranks)
         auto = provisional(self.config) if auto is None else auto
-        if self.first_ranks and MICRO not in undecided(self.config):  # else a plan says it of these ranks
+        if self.first_ranks and MICRO not in undecided(self.config):
             return keep_batch(read_config(self.config, self.first_ranks, self.seed, auto=auto), ranks)
         return read_config(self.config, ranks, self.seed, auto=auto)
 

@@ -105,7 +105,7 @@ class ShardAccelerator(Accelerator):
     _told_of_clipping = False
     _surroundings: Surroundings | None = None
     _stage: int | None = None
-    """Until it is decided, where the config says "auto"."""
+    """Where the config says "auto": that with which it is read until a plan has decided."""
 
     def __init__(self, *args: Any, engine_config: Mapping[str, Any] | str | Path | None = None, **kwargs: Any) -> None:
         """engine_config: the engine's config, a dict or the path of a JSON file. Sizes and precision that it leaves
