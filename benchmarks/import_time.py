@@ -1,4 +1,4 @@
-"""What ``import shardengine`` costs on top of ``import torch``: fresh processes, the two interleaved (A B A B …).
+"""What ``from shardengine import *`` costs on top of ``import torch``: fresh processes, interleaved (A B A B …).
 
 ``python -m benchmarks.import_time`` prints a table and writes ``benchmarks/results/import_time-<machine>.json``.
 The target is at most 100 ms over torch.
@@ -24,7 +24,7 @@ TARGET_MS = 100.0
 MIN_IMPORT_ROUNDS = 10
 """Fewer paired rounds than this decide nothing."""
 ROOT = Path(__file__).resolve().parent.parent
-STATEMENTS = {"torch": "import torch", "torch + shardengine": "import torch, shardengine"}
+STATEMENTS = {"torch": "import torch", "torch + shardengine": "import torch; from shardengine import *"}
 
 
 def import_ms(statement: str, bytecode: str) -> float:

@@ -5,32 +5,28 @@
     engine.backward(loss)
     engine.step()
 
-Importing it loads torch and nothing else that is heavy.
+Importing it loads nothing; the first name that is asked for loads torch, and nothing else that is heavy. So the command
+line answers at once where torch is not needed: help, a config with errors.
 
 Beside the packages: errors · trace (events in the Chrome trace format) · other_engines (names of other libraries that
 people call here, and what to call instead) · start (initialize) · pretrained (load_pretrained) · lion, monitors (public
 names) · version
 """
 
-import gc
 from typing import TYPE_CHECKING, Any
 
-_collects = gc.isenabled()
-gc.disable()  # a collection looks at every object of torch, which takes longer than all that follows
-try:
+from shardengine.other_engines import missing_in_package
+from shardengine.version import __version__
+
+if TYPE_CHECKING:
     from shardengine.comm import Mesh, launch
     from shardengine.config import Config, load_config
     from shardengine.engine import Engine
     from shardengine.errors import ConfigError, ShardEngineError
     from shardengine.loading import meta_init
-    from shardengine.other_engines import missing_in_package
     from shardengine.planner import Choice, Hardware, Plan, choose, plan
     from shardengine.pretrained import load_pretrained
     from shardengine.start import initialize
-    from shardengine.version import __version__
-finally:
-    if _collects:
-        gc.enable()
 
 __all__ = [
     "Choice",
@@ -52,7 +48,36 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:
+    _PLACES = {
+        **dict.fromkeys(("Mesh", "launch"), "comm"),
+        **dict.fromkeys(("Config", "load_config"), "config"),
+        **dict.fromkeys(("ConfigError", "ShardEngineError"), "errors"),
+        **dict.fromkeys(("Choice", "Hardware", "Plan", "choose", "plan"), "planner"),
+        "Engine": "engine",
+        "initialize": "start",
+        "load_pretrained": "pretrained",
+        "meta_init": "loading",
+    }
 
     def __getattr__(name: str) -> Any:
-        """AttributeError says what there is instead of what other packages of this kind have."""
-        raise missing_in_package(name, __all__)
+        """A public name or a package, found when it is asked for first. AttributeError says what there is instead of
+        what other packages of this kind have."""
+        import gc
+        from importlib import import_module
+        from importlib.util import find_spec
+
+        place = _PLACES.get(name, name)
+        if name.startswith("__") or find_spec(f"{__name__}.{place}") is None:
+            raise missing_in_package(name, __all__)
+        collects = gc.isenabled()
+        gc.disable()  # a collection looks at every object of torch, which takes longer than the import
+        try:
+            found = import_module(f"{__name__}.{place}")
+        finally:
+            if collects:
+                gc.enable()
+        globals()[name] = value = getattr(found, name) if name in _PLACES else found
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

@@ -17,9 +17,23 @@ A message says what was expected, what was given, and what to do.
 
 from __future__ import annotations
 
+_names: dict[str, str] = {}
+
+
+def call_by(names: dict[str, str]) -> None:
+    """From now on every message of this process has these names in the place of ours: the engine is used through
+    another surface, whose user does not see it."""
+    _names.update(names)
+
 
 class ShardEngineError(Exception):
     """Base class of every exception that shardengine raises on purpose."""
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        for ours, theirs in _names.items():
+            text = text.replace(ours, theirs)
+        return text
 
 
 class ConfigError(ShardEngineError, ValueError):

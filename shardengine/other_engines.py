@@ -147,7 +147,7 @@ ENGINE: Mapping[str, str] = {
     **_each("register_for_checkpointing", "pass what else to keep as `engine.save_checkpoint(dir, client_state=...)`"),
     "bucket_bytes_cap": "`zero_optimization.reduce_bucket_size` in the config says it, in elements",
     **_each(
-        "scale scale_wrt_gas",
+        "scale_wrt_gas",
         "`engine.backward(loss)` multiplies the loss with the scale and divides it by the accumulation steps",
     ),
     **_each(

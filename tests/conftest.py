@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from shardengine import errors
 from tests.support import tiers
 from tests.support.forks import Forks
 from tests.support.ranks import RankPool
@@ -31,6 +33,17 @@ def pools() -> Iterator[Callable[[int], RankPool]]:
     yield pool
     for running in started.values():
         running.stop()
+
+
+@pytest.fixture(autouse=True)
+def own_names() -> Iterator[None]:
+    """Messages have our names again after a test that has used another surface (``errors.call_by``), and are logged
+    again after one that has run a command here."""
+    log = logging.getLogger("shardengine")
+    level = log.level
+    yield
+    errors._names.clear()
+    log.setLevel(level)
 
 
 @pytest.fixture(scope="session")

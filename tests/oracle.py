@@ -19,7 +19,8 @@ set of parameters and adds their gradients up in the declared order:
   up by torch's ``coalesce``
 - late gradients: autograd may deliver a parameter's gradient several times in one backward (re-entrant checkpointing).
   What comes after the first, in a backward that communicates, is summed apart, completed on its own and added. Several
-  backwards in the window's last micro-batch: each is completed on its own and added, first to last
+  backwards in the window's last micro-batch: each is completed on its own and added, first to last; several in another
+  one are one backward
 - "full": micro-batches first, then ranks. "sharded": ranks first, then micro-batches. Equal for one micro-batch
 - on a hybrid mesh (``inside``) groups of so many consecutive ranks are added first, each by its tree, then their sums
   by a tree; that is the tree of all ranks where the groups have 2^k. "inside": the ranks of a group, then
@@ -29,7 +30,8 @@ set of parameters and adds their gradients up in the declared order:
 - norm: squares added in fp64, the root (over the loss scale) rounded once to fp32. Another order p: powers of
   magnitudes instead of squares; infinity: the largest magnitude
 - the update multiplies gradients with min(1, max_norm / (norm + 1e-6)) / loss scale
-- a parameter that no rank used in the window is not touched by the optimizer
+- a parameter that no rank used in the window is not touched by the optimizer, or has a gradient of zeros
+  ("steps_unused")
 - the optimizer's arithmetic: see ``new_values``; every operation is rounded on its own, correctly (fp32 roots of torch
   on a CPU are not). Any other class: what it does itself to whole tensors (``made``)
 - a step whose norm is not finite is skipped (``skips``); with ``scaler`` such a norm is inf
@@ -62,7 +64,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -650,9 +652,25 @@ class Scaler:
                 self.scale, self.left = self.scale * 2, self.hysteresis
 
 
+def kept_exact(model: nn.Module) -> set[Tensor]:
+    """Parameters of norms with running statistics in fp32, which stay in fp32 where others are cast."""
+    return {
+        p
+        for module in model.modules()
+        if any(b.dtype is torch.float32 for name, b in module.named_buffers(recurse=False) if "running_" in name)
+        for p in module.parameters(recurse=False)
+    }
+
+
 def clip_factor(limit: float, norm: Tensor) -> Tensor:
     """What a gradient of this norm is multiplied with."""
     return (torch.tensor(limit) / (norm + 1e-6)).clamp(max=1.0)
+
+
+def follow_weight(state: dict[str, Any], weight: Tensor) -> None:
+    """Where a weight was written, so that it is not its master rounded, the master becomes the weight."""
+    if (master := state.get("master")) is not None:
+        state["master"] = torch.where(master.to(weight.dtype) == weight, master, weight.float())
 
 
 def step_apart(
@@ -685,7 +703,7 @@ def step_apart(
 
 def train(
     model: nn.Module,
-    loss_of: Callable[[nn.Module, int, int, int], Tensor | list[Tensor]],
+    loss_of: Callable[[nn.Module, int, int, int], Tensor | Iterable[Tensor]],
     *,
     ranks: int,
     micros: int = 1,
@@ -719,15 +737,16 @@ def train(
     has: Callable[[int, int, int], bool] = lambda step, rank, micro: True,
     by_active: bool = False,
     apart: tuple[str, int, int] | None = None,
+    steps_unused: bool = False,
 ) -> Trace:
     """Train ``model`` in place as ``ranks`` data-parallel ranks would.
 
-    ``loss_of(model, step, rank, micro)`` seeds its own randomness and returns a scalar loss, or, where micros is 1, a
-    list of losses: a backward each. divisor: of sums over ranks, instead of what mean says. wire: what is sent, by
-    default each parameter's dtype. low: parameters are cast to it and the given values become their master weights, or
-    are forgotten where not keeps_masters; then ``seed`` rounds the weights stochastically (None: to nearest). scaler:
-    multiplies the loss. own_buffers: rank 0's are not sent. kept_in: "bf16" or "8bit" states, and the seed of their
-    rounding.
+    ``loss_of(model, step, rank, micro)`` seeds its own randomness and returns a scalar loss, or several: a backward
+    each, before the next one is asked for. divisor: of sums over ranks, instead of what mean says. wire: what is sent,
+    by default each parameter's dtype. low: parameters are cast to it and the given values become their master weights,
+    or are forgotten where not keeps_masters; then ``seed`` rounds the weights stochastically (None: to nearest).
+    scaler: multiplies the loss. own_buffers: rank 0's are not sent. kept_in: "bf16" or "8bit" states, and the seed of
+    their rounding.
     made: makes the optimizer, of any class, over groups, and the names of what it keeps; instead of ``kind``. A list:
     one for each group, of which the declared ones are said by their kind.
     skips: steps that are not finite are skipped without ``scaler``, too. ema: the decay of
@@ -739,10 +758,15 @@ def train(
     masters of those that join are the weights.
     has: (step, rank, micro) → whether there is such a micro-batch; by_active: the mean is over ranks that have any.
     apart: "local" or "gossip", the steps before that, and steps from one average to the next (0: none).
+    steps_unused: what no rank used is stepped, too.
     """
     stepped = {p for group in groups for p in group["params"]}
     trained: list[Tensor] = [p for p in model.parameters() if p.requires_grad and p in stepped]
-    masters = {p: p.detach().float().clone() for p in trained if keeps_masters and (low or p.dtype) != torch.float32}
+    exact_ones = kept_exact(model) if low else set()
+    low_of: dict[Tensor, torch.dtype] = {
+        p: torch.float32 if p in exact_ones else low or p.dtype for p in model.parameters()
+    }
+    masters = {p: p.detach().float().clone() for p in trained if keeps_masters and low_of[p] != torch.float32}
     if coding is not None and coding[0] in ("fp16", "bf16"):
         wire = {"fp16": torch.float16, "bf16": torch.bfloat16}[coding[0]]
     said = "" if coding is None or ranks == 1 else coding[0]
@@ -758,7 +782,7 @@ def train(
     for p, before in (earlier.thin if earlier and thin else {}).items():
         thin[p].errors, thin[p].q = taken_over(before.errors, ranks), before.q
     for parameter in model.parameters() if low else ():
-        parameter.data = parameter.data.to(low)
+        parameter.data = parameter.data.to(low_of[parameter])
     trace = earlier or Trace()
     narrow = None if kept_in is None else (*kept_in, numbers)
     optimizer = Optimizer(kind, groups, masters, None if seed is None else (seed, numbers), narrow)
@@ -788,27 +812,33 @@ def train(
         if scaler is not None:  # errors are those of gradients that are multiplied with it
             fed_back = {q: [e * (scaler.scale / scale_before) for e in rows] for q, rows in fed_back.items()}
             scale_before = scaler.scale
-        exact = {q: q.data for q in model.parameters()}
-        for q in model.parameters() if coded_weights and ranks > 1 else ():
+        exact = {q: q.data for q in model.parameters() if coded_weights and ranks > 1}
+        for q in exact:
             q.data = coded(q.detach().float(), coded_weights).to(q.dtype)
         windows: list[list[list[dict[Tensor, Fires]]]] = []  # backward of the micro-batch, rank, micro-batch
         losses = [[0.0] * micros for _ in range(ranks)]
         source = held[first]
+        given = {q: q.detach().clone() for q in model.parameters()}
         active = [rank for rank in range(ranks) if any(has(step, rank, micro) for micro in range(micros))]
         for rank in range(ranks):
             for b, old in zip(buffers, held[rank] if own_buffers else source, strict=True):
                 b.copy_(old)
+            alike = rank in active and not groups_of_ranks.apart
+            for q, values in given.items() if alike else ():  # a forward may write; every rank writes the same
+                q.data.copy_(values)
             if groups_of_ranks.apart:
                 groups_of_ranks.enter(rank // inside)
             for micro in (micro for micro in range(micros) if has(step, rank, micro)):
                 found = loss_of(model, step, rank, micro)
-                for number, loss in enumerate(found if isinstance(found, list) else [found]):
+                for number, loss in enumerate([found] if isinstance(found, Tensor) else found):
+                    number = number if micro == micros - 1 else 0
                     scaled = loss if micros == 1 else loss / micros
                     (scaled if scaler is None else scaled.float() * scaler.scale).backward()
                     losses[rank][micro] += loss.item()
                     if len(windows) == number:
                         windows.append([[{} for _ in range(micros)] for _ in range(ranks)])
-                    windows[number][rank][micro].update(fires)
+                    for p, fired in fires.items():
+                        windows[number][rank][micro].setdefault(p, []).extend(fired)
                     fires.clear()
             held[rank] = [b.clone() for b in buffers]
         first = 0 if own_buffers else active[0]
@@ -816,6 +846,8 @@ def train(
             b.copy_(new)
         for q, values in exact.items():
             q.data = values
+        for p in masters if apart is None else ():
+            follow_weight(optimizer.state.get(p, {}), p.detach())
         if apart is not None and step >= apart[1]:
             clips = functools.partial(clip_factor, clip) if clip else lambda norm: torch.tensor(1.0)
             trace.losses.append(losses)
@@ -833,6 +865,8 @@ def train(
             g = complete_gradient(sent, p.detach(), sums, fed_back.get(p), approximated)
             if g is not None:
                 complete[p] = add_late(complete[p], g, wire or p.dtype) if p in complete else g
+        for p in trained if steps_unused else ():
+            complete.setdefault(p, torch.zeros_like(p, dtype=torch.float32))
         scale = 1.0 if scaler is None else scaler.scale
         scale *= len(active) / ranks if by_active and mean else 1.0
         norm = (norm_of(list(complete.values()), norm_type) / scale).float()

@@ -17,7 +17,7 @@ TINY = ["--layers", "1", "--hidden", "64", "--rounds", "2", "--no-write", "--var
 @pytest.mark.usefixtures("forked_ranks")
 def test_a_version_that_trains_otherwise_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(ROOT / "shardengine", tmp_path / "shardengine")
-    with (tmp_path / "shardengine" / "__init__.py").open("a", encoding="utf-8") as file:
+    with (tmp_path / "shardengine" / "start.py").open("a", encoding="utf-8") as file:
         file.write("_begin = initialize\ndef initialize(model, config, mesh=None):\n")
         file.write("    config['optimizer']['params']['lr'] *= 1 + (config['zero_optimization']['stage'] == 3)\n")
         file.write("    return _begin(model, config, mesh=mesh)\n")

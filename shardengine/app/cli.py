@@ -12,13 +12,16 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from shardengine import __version__
-from shardengine.config import json_schema, load_config
+from shardengine.config import json_schema, load_config, provisional
 from shardengine.errors import CheckpointError, ConfigError, UsageError
 
+OTHERS_WAIT_S = 3.0
+"""So long the process that prints an error has until the others end."""
 _BROKEN_PIPE = 128 + 13
 """What a shell calls a program that SIGPIPE has ended: `shardengine inspect … | head`."""
 
@@ -56,9 +59,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train(options: argparse.Namespace) -> int:
+    if options.config is not None and not _is_fine(options.config, "train"):
+        return 2
     from shardengine.app import command
 
     return command.run(options)
+
+
+def _is_fine(config: str, command: str) -> bool:
+    """Whether the file can be read and has no errors, which are printed: before torch is imported, and by one process
+    of those that a launcher has started on this machine."""
+    try:
+        load_config(config, provisional(config))
+    except ConfigError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"shardengine {command}: {error}", file=sys.stderr)
+        else:
+            time.sleep(OTHERS_WAIT_S)  # a launcher ends all processes when the first ends
+        return False
+    return True
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -392,7 +411,8 @@ def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     export.add_argument(
         "checkpoint",
         metavar="CKPT",
-        help="a checkpoint; or a directory of them, or the output of `shardengine train`: then the latest",
+        help="a checkpoint; or a directory of them, or the output of `shardengine train`: then the latest; with "
+        "--merge also the directory of an adapter",
     )
     export.add_argument("out", metavar="OUT", help="new or empty directory; it appears when all of it is written")
     export.add_argument(

@@ -18,7 +18,7 @@ from shardengine.app.settings import require
 from shardengine.checkpoint import check_free, directory, new_directory
 from shardengine.errors import CheckpointError, UsageError
 from shardengine.interchange import hugging_face
-from shardengine.interchange.stored import RUN, Found, Stored, choose, find
+from shardengine.interchange.stored import MODEL, RUN, Found, Stored, choose, find
 from shardengine.planner import show_bytes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "as-trained": None}
@@ -30,17 +30,18 @@ _UNITS = {"": 1, "B": 1, "KB": 1000, "MB": 1000**2, "GB": 1000**3, "KIB": 1 << 1
 def run(options: argparse.Namespace) -> int:
     """Write what the command line asks for; the exit code. Raises UsageError and CheckpointError."""
     out = Path(options.out)
-    found = find(Path(options.checkpoint))
+    found = _find(options)
     check_free(out)
     _check_together(options)
     tokenizer = None if options.tokenizer is None else Path(options.tokenizer)
     if tokenizer is not None and not hugging_face.tokenizer_files(tokenizer):
         raise UsageError(f"--tokenizer {tokenizer}: expected a directory with a tokenizer's files, found none of them")
-    if tokenizer is None:
-        tokenizer = _tokenizer_of(found)
-    place, lost = choose(found)
+    place, lost = (found, "") if isinstance(found, Path) else choose(found)
     try:
-        notes = [*([lost] if lost else []), *_write(options, place, out, tokenizer)]
+        if isinstance(found, Path):
+            notes = _merge_saved(options, place, out, tokenizer)
+        else:
+            notes = [*([lost] if lost else []), *_write(options, place, out, tokenizer or _tokenizer_of(found))]
     except CheckpointError as error:
         folder = place.parent
         others = [tag for tag in directory.present(folder) if directory.place_of(folder, tag) != place]
@@ -58,6 +59,26 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _find(options: argparse.Namespace) -> Found | Path:
+    """The checkpoint, or with --merge, where there is none, the directory of an adapter; UsageError for neither."""
+    place = Path(options.checkpoint)
+    try:
+        return find(place)
+    except UsageError as error:
+        if not options.merge:
+            raise
+        from shardengine.app import merging
+
+        folder = merging.saved_in(place, options.adapter)
+        if folder is None:
+            within = "" if options.adapter in (None, "default") else f"{options.adapter}/"
+            raise UsageError(
+                f"{error}; and --merge found no adapter either: neither {within}{merging.CONFIG} nor "
+                f"{MODEL}/{within}{merging.CONFIG} is in it"
+            ) from None
+        return folder
+
+
 def _check_together(options: argparse.Namespace) -> None:
     """UsageError for an option that the format has no use for."""
     if options.ema and options.format == "dcp":
@@ -73,6 +94,8 @@ def _check_together(options: argparse.Namespace) -> None:
         raise UsageError("--base goes with --merge: without it no base model is read")
     if options.merge:
         require("transformers", "peft", extra="lora", what="--merge")
+        if options.config is not None:
+            raise UsageError("--config: with --merge the config is the base model's own")
 
 
 def _write(options: argparse.Namespace, place: Path, out: Path, tokenizer: Path | None) -> list[str]:
@@ -96,10 +119,30 @@ def _write(options: argparse.Namespace, place: Path, out: Path, tokenizer: Path 
             notes = hugging_face.write_adapters(stored, work, dtype=dtype, adapter=options.adapter)
         else:
             notes = hugging_face.write(stored, work, dtype=dtype, largest=largest, model=model)
-        if tokenizer is not None:
-            hugging_face.copy_tokenizer(tokenizer, work)
-            return [*notes, f"the tokenizer's files are those of {tokenizer}"]
-        return [*notes, "no tokenizer is known to the checkpoint: name one with --tokenizer DIR"]
+        return [*notes, _copy_tokenizer(tokenizer, work, "the checkpoint")]
+
+
+def _copy_tokenizer(tokenizer: Path | None, work: Path, source: str) -> str:
+    if tokenizer is None:
+        return f"no tokenizer is known to {source}: name one with --tokenizer DIR"
+    hugging_face.copy_tokenizer(tokenizer, work)
+    return f"the tokenizer's files are those of {tokenizer}"
+
+
+def _merge_saved(options: argparse.Namespace, folder: Path, out: Path, tokenizer: Path | None) -> list[str]:
+    """The base model with the adapter in ``folder``."""
+    from shardengine.app import merging
+
+    if options.ema:
+        raise UsageError(f"--ema: expected a checkpoint, an adapter's directory ({folder}) has no averages")
+    dtype = DTYPES[options.dtype] if options.dtype is not None else None
+    largest = parse_size("--max-shard-size", options.max_shard_size or LARGEST_FILE)
+    with new_directory(out) as work:
+        base, notes = merging.write_saved(folder, work, dtype=dtype, largest=largest, base=options.base)
+        if tokenizer is None:
+            places = [folder, folder.parent, Path(base)] if options.adapter else [folder, Path(base)]
+            tokenizer = next((place for place in places if hugging_face.tokenizer_files(place)), None)
+        return [*notes, _copy_tokenizer(tokenizer, work, "the adapter")]
 
 
 def _merge(
@@ -107,8 +150,6 @@ def _merge(
 ) -> list[str]:
     from shardengine.app import merging
 
-    if options.config is not None:
-        raise UsageError("--config: with --merge the config is the base model's own")
     if not hugging_face.has_adapters(stored):
         raise UsageError(
             f"--merge: expected a checkpoint of a peft model, {stored.place} has no adapters; leave it out"
@@ -120,7 +161,7 @@ def _tokenizer_of(found: Found) -> Path | None:
     """Where the run that made the checkpoint has its tokenizer: its model/, or the model that it began with."""
     if found.run is None:
         return None
-    places = [found.run / "model"]
+    places = [found.run / MODEL]
     try:
         model = json.loads((found.run / RUN).read_text(encoding="utf-8"))["model"]
         places += [Path(model)] if isinstance(model, str) else []

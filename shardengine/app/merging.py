@@ -1,4 +1,5 @@
-"""Adapters of a checkpoint merged into their base model. Owns: finding that model, and that it is the right one.
+"""Adapters of a checkpoint, or of a directory of peft's, merged into their base model. Owns: finding that model, and
+that it is the right one.
 
 Must not know: the command line. peft does the arithmetic, on the whole model in fp32 in the memory of this process;
 each weight is rounded once, at the end.
@@ -6,6 +7,7 @@ each weight is rounded once, at the end.
 
 from __future__ import annotations
 
+import json
 import tempfile
 import warnings
 from pathlib import Path
@@ -17,9 +19,18 @@ from torch import Tensor
 from shardengine.checkpoint import left_out
 from shardengine.errors import UsageError
 from shardengine.interchange import adapters, hugging_face
-from shardengine.interchange.stored import Stored
+from shardengine.interchange.stored import MODEL, Stored
 from shardengine.interchange.weight_files import rounded
 from shardengine.sharding import WEIGHT, FlatSlice
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""The files of an adapter's directory."""
+_CLASSES = {
+    "SEQ_CLS": "AutoModelForSequenceClassification", "TOKEN_CLS": "AutoModelForTokenClassification",
+    "QUESTION_ANS": "AutoModelForQuestionAnswering", "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
+    "FEATURE_EXTRACTION": "AutoModel",
+}  # fmt: skip
+"""Of a base model, by the adapter's task."""
 
 
 def write(
@@ -41,10 +52,69 @@ def write(
         raise UsageError(
             f"--merge: {stored.place} does not say which base model its adapters belong to; name --base DIR"
         )
-    model = _adapted(stored, str(place), name)
+    with tempfile.TemporaryDirectory() as folder:
+        hugging_face.write_adapters(stored, Path(folder), dtype=torch.float32, adapter=name)
+        model = _adapted(Path(folder), str(stored.model.get("class")), str(place), name)
     _require_same(stored, model, str(place))
     trained = next(row["dtype"] for row in stored.parameters if row["trainable"])
-    chosen = dtype or getattr(torch, trained)
+    _write(model, out, dtype or getattr(torch, trained), largest)
+    return [f"the adapters are merged into {place}"]
+
+
+def saved_in(place: Path, adapter: str | None) -> Path | None:
+    """The directory of an adapter: ``place``, or its model/ where it is the output of a run; None where neither is.
+
+    adapter: its name; another than "default" has a directory of its own inside.
+    """
+    named = "" if adapter in (None, "default") else str(adapter)
+    return next((each for each in (place / named, place / MODEL / named) if (each / CONFIG).is_file()), None)
+
+
+def write_saved(
+    folder: Path, out: Path, *, dtype: torch.dtype | None, largest: int, base: str | None
+) -> tuple[str, list[str]]:
+    """As ``write``, of the adapter that ``save_pretrained`` of peft wrote into ``folder``; the base model's place too.
+
+    Its files say nothing of the base model's weights: names and shapes alone are compared.
+    """
+    config, weights = _config(folder), _read(folder)
+    place = str(base or config.get("base_model_name_or_path") or "")
+    if not place:
+        raise UsageError(f"--merge: {folder} does not say which base model its adapter belongs to; name --base DIR")
+    named = (config.get("auto_mapping") or {}).get("base_model_class")
+    revision = None if base else config.get("revision")
+    chosen = named or _CLASSES.get(str(config.get("task_type")), "AutoModelForCausalLM")
+    model = _adapted(folder, chosen, place, "default", revision=revision)
+    trained = next((value.dtype for value in weights.values() if value.is_floating_point()), torch.float32)
+    _write(model, out, dtype or trained, largest)
+    return place, [f"the adapter of {folder} is merged into {place}, whose weights it has no checksums of"]
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--merge: {folder / CONFIG} cannot be read: {error}") from None
+    kind = config.get("peft_type") if isinstance(config, dict) else None
+    if kind != "LORA":
+        raise UsageError(f"--merge: {folder}: its adapter is of type {kind}, expected LORA")
+    return dict(config)
+
+
+def _read(folder: Path) -> dict[str, Tensor]:
+    """The adapter's tensors, under peft's names."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(folder / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise UsageError(
+            f"--merge: {folder}: expected the adapter's weights in {WEIGHTS}, which cannot be read: {error}"
+        ) from None
+
+
+def _write(model: Any, out: Path, chosen: torch.dtype, largest: int) -> None:
     with torch.no_grad():
         merged = model.merge_and_unload(safe_merge=True)
         state = {
@@ -52,28 +122,74 @@ def write(
             for key, value in merged.state_dict().items()
         }
     merged.to(chosen).save_pretrained(out, state_dict=state, max_shard_size=largest)
-    return [f"the adapters are merged into {place}"]
 
 
-def _adapted(stored: Stored, base: str, name: str) -> Any:
-    """The base model in fp32 with the adapter ``name`` of the checkpoint, unmerged."""
+def _adapted(folder: Path, class_name: str, base: str, name: str, *, revision: str | None = None) -> Any:
+    """The base model in fp32 with the adapter in ``folder`` under ``name``, unmerged; its vocabulary is the adapter's.
+
+    UsageError where one does not fit the other.
+    """
     import peft
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    kind = getattr(transformers, str(stored.model.get("class")), transformers.AutoModelForCausalLM)
+    kind = getattr(transformers, class_name, transformers.AutoModelForCausalLM)
     try:
-        model = kind.from_pretrained(base, dtype=torch.float32)
+        model = kind.from_pretrained(base, dtype=torch.float32, **({"revision": revision} if revision else {}))
     except (OSError, ValueError) as error:
         raise UsageError(f"--merge: the base model {base} cannot be loaded: {error}; name it with --base DIR") from None
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+    weights = _read(folder)
+    tables = {name: module for name, module in model.named_modules() if any(module is each for each in _tables(model))}
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        hugging_face.write_adapters(stored, Path(folder), dtype=torch.float32, adapter=name)
+        warnings.filterwarnings("ignore", message="Found missing adapter keys")  # an error below
         try:
-            return peft.PeftModel.from_pretrained(model, folder, adapter_name=name)
+            _resize(model, tables, weights)
+            adapted = peft.PeftModel.from_pretrained(model, folder, adapter_name=name)
         except (RuntimeError, ValueError) as error:
-            raise UsageError(f"--merge: the adapters do not fit the base model {base}: {error}") from None
+            reason = " ".join(str(error).split())
+            raise UsageError(f"--merge: the adapters do not fit the base model {base}: {reason[:400]}") from None
+        expected = peft.get_peft_model_state_dict(adapted, adapter_name=name, save_embedding_layers=False)
+    more = [
+        key for key in weights.keys() - expected.keys() if "lora_" in key or not any(_of(key, each) for each in tables)
+    ]
+    if other := sorted(
+        [*(expected.keys() - weights.keys()), *(key for key in more if key not in adapted.state_dict())]
+    ):
+        raise UsageError(
+            f"--merge: the adapters do not fit the base model {base}: {len(other)} of their tensors, {other[0]} among "
+            "them, are in one of the two alone; name the right base with --base DIR"
+        )
+    return adapted
+
+
+def _tables(model: Any) -> list[Any]:
+    """The modules with a row for each word."""
+    return [table for table in (model.get_input_embeddings(), model.get_output_embeddings()) if table is not None]
+
+
+def _of(key: str, module: str) -> bool:
+    """Whether a tensor of the adapter belongs to ``module`` of the base model."""
+    return key.startswith(f"{adapters.PREFIX}{module}.")
+
+
+def _resize(model: Any, tables: dict[str, Any], weights: dict[str, Tensor]) -> None:
+    """Give ``model`` as many words as the whole embeddings in the adapter have; ValueError where it lacks some."""
+    rows: dict[int, int] = {}
+    for name, table in tables.items():
+        for key, value in weights.items():
+            if _of(key, name) and "lora_" not in key and key.endswith(".weight") and value.dim() == 2:
+                rows[id(table.weight)] = len(value)
+    words = {len(table.weight) for table in tables.values()}
+    wanted = set(rows.values())
+    if not wanted or wanted == words:
+        return
+    if len(wanted) > 1 or any(id(table.weight) not in rows for table in tables.values()):
+        raise ValueError(
+            f"it has {min(words)} words, the adapter {max(wanted)}, and not the new rows of all embeddings"
+        )
+    model.resize_token_embeddings(wanted.pop(), mean_resizing=False)
 
 
 def _require_same(stored: Stored, model: Any, base: str) -> None:

@@ -53,6 +53,7 @@ class Report:
         self._validations: list[tuple[int, float]] = []
         self._tokens, self._seconds, self._waited, self._first = 0, 0.0, 0.0, 0
         self._started = time.monotonic()
+        self._first_ended = 0.0
         self._bar: Any = None
 
     def header(self, engine: Engine, blocks: Blocks, notices: Iterable[str], plan: str) -> None:
@@ -129,6 +130,8 @@ class Report:
         if not self._enabled:
             return
         tokens = progress.tokens
+        if not self._losses:
+            self._first_ended = time.monotonic()
         self._tokens += tokens
         self._seconds += progress.seconds
         self._waited += progress.waited
@@ -162,10 +165,15 @@ class Report:
             self._bar.set_postfix(words, refresh=False)
             self._bar.update()
         elif (self._every and progress.step % self._every == 0) or progress.step in (self._first + 1, self._steps):
-            made = progress.step - self._first
-            left = duration((self._steps - progress.step) * (time.monotonic() - self._started) / made)
+            left = duration((self._steps - progress.step) * self._seconds_per_step())
             text = "  ".join(f"{name} {value}" for name, value in words.items())
             print(f"step {progress.step:>5}/{self._steps}  {text}  eta {left}", flush=True)
+
+    def _seconds_per_step(self) -> float:
+        """With validations and checkpoints between steps, and without the start. The first step, which is slower than
+        others, counts only while there is no other."""
+        later = len(self._losses) - 1
+        return (time.monotonic() - self._first_ended) / later if later else self._seconds
 
     def validation(self, step: int, loss: float) -> None:
         """The validation loss after ``step`` steps."""

@@ -26,6 +26,8 @@ from shardengine.sharding import BucketLayout, FlatBufferLayout, Layout, Partiti
 from shardengine.stages import Placement, Stage
 
 _log = logging.getLogger(__name__)
+_WORTH_TELLING = 16 << 20
+"""Bytes of weights below which nothing is said of how many are whole."""
 
 
 @dataclass(frozen=True)
@@ -250,10 +252,13 @@ def tell_choice(tiers: Tiers, footprint: Footprint, homes: Homes) -> None:
 def tell_window(footprint: Footprint, partition: Partition, classes: Mapping[str, str]) -> None:
     """Warn where stage 3 has more than half of the weights whole at one moment. classes: parameter name → module class.
 
-    Not where weights are kept on purpose, nor where one rank holds all of them anyway.
+    Not where weights are kept on purpose, nor where one rank holds all of them anyway, nor of a model so small that
+    nobody misses the bytes.
     """
     stage, window = footprint.stage, footprint.live_window()
     if not stage.reshards_after_forward or footprint.layout.ranks == 1 or 2 * window.bytes <= window.whole:
+        return
+    if window.whole < _WORTH_TELLING:
         return
     in_root = sorted((spec for spec in partition.specs if not spec.unit), key=lambda spec: -spec.numel)[:3]
     largest = f"unit {partition.units[window.number - 1][0]!r} of {window.largest}" if window.number else "no unit"

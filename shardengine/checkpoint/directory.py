@@ -134,8 +134,8 @@ def begin(directory: Path, tag: str) -> Path:
     return work
 
 
-def finish(directory: Path, tag: str) -> Path:
-    """Everything is written: ``tag`` appears, and ``latest`` names it ([Note: Atomic directories]).
+def finish(directory: Path, tag: str, *, latest: bool = True) -> Path:
+    """Everything is written: ``tag`` appears, and ``latest`` names it, if so told ([Note: Atomic directories]).
 
     An error leaves everything as it was, the work directory included.
     """
@@ -148,7 +148,8 @@ def finish(directory: Path, tag: str) -> Path:
         try:
             work.rename(target)
             atomic.sync(directory)
-            atomic.write_text(directory / LATEST, tag + "\n")
+            if latest:
+                atomic.write_text(directory / LATEST, tag + "\n")
         except BaseException:
             if not os.path.lexists(work):
                 target.rename(work)
@@ -164,9 +165,13 @@ def finish(directory: Path, tag: str) -> Path:
 def keep_last(directory: Path, count: int) -> None:
     """Remove all but the last ``count`` checkpoints with automatic tags; those that somebody named stay.
 
-    The last ones are those that were written last, which need not be those of the highest steps.
+    So does what ``latest`` names. The last ones are those that were written last, which need not be those of the
+    highest steps.
     """
+    kept = latest(directory)
     for tag in [name for name in saved(directory) if step_of(name) is not None][count:]:
+        if tag == kept:
+            continue
         gone = directory / f"{_WORK}removed-{tag}"
         with suppress(OSError):
             (directory / tag).rename(gone)  # so that half of it is never taken for a checkpoint

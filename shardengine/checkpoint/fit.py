@@ -100,14 +100,20 @@ class _Saved:
         self.left_out: dict[str, int] = saved.get("left_out", {})
 
 
-def plan(saved: dict[str, Any], engine: Inspection, *, strict: bool, weights_only: bool) -> Plan:
-    """How ``engine`` takes over the checkpoint whose index is ``saved``; local, changes nothing."""
+def plan(saved: dict[str, Any], engine: Inspection, *, strict: bool, weights_only: bool, schedule: bool = True) -> Plan:
+    """How ``engine`` takes over the checkpoint whose index is ``saved``; local, changes nothing. weights_only: of
+    tensors · schedule: whether its scheduler goes on."""
     there, core, found = _Saved(saved), engine._core, Plan()
     sources = _match(there, core, found, strict=strict)
     found.kept = {name: there.left_out[origin] for name, origin in sources.items() if origin in there.left_out}
     if not weights_only:
         found.problems += _ties(there, core) if strict else []
-        _compare_optimizers(there, engine, found, sources, strict=strict)
+        _compare_optimizers(there, engine, found, sources, strict=strict, schedule=schedule)
+    elif schedule and engine.optimizer is not None:
+        found.origins = list(range(len(engine.optimizer.param_groups)))
+        _compare_schedulers(there, engine, found, strict=strict)
+    if not schedule:
+        found.scheduler = False
     for part in contents.held(core, engine.optimizer):
         if part.name not in sources or (weights_only and part.key not in (WEIGHT, BUFFER)):
             continue
@@ -229,7 +235,7 @@ def _covers(filling: Filling) -> bool:
 
 
 def _compare_optimizers(
-    there: _Saved, engine: Inspection, found: Plan, sources: dict[str, str], *, strict: bool
+    there: _Saved, engine: Inspection, found: Plan, sources: dict[str, str], *, strict: bool, schedule: bool
 ) -> None:
     optimizer, core = engine.optimizer, engine._core
     kinds = [there.kind or "none", "none" if optimizer is None else optimizer.kind]
@@ -256,7 +262,7 @@ def _compare_optimizers(
     elif states != there.states and strict:
         texts = [" and ".join(sorted(names)) or "no state" for names in (there.states, states)]
         found.problems.append(f"optimizer: {kinds[0]} has {texts[0]} in the checkpoint, {texts[1]} here")
-    schedulers = _compare_schedulers(there, engine, found, strict=strict)
+    schedulers = _compare_schedulers(there, engine, found, strict=strict and schedule)
     for number, (options, group) in enumerate(zip(found.groups, optimizer.param_groups, strict=True)):
         if options is not None:
             fitting, problems = _fitting_options(number, options, group, schedulers=schedulers)

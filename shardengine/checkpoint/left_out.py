@@ -15,18 +15,21 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
+from torch import nn
 
 from shardengine.checkpoint import contents
-from shardengine.engine import Core
+from shardengine.engine import Core, adapters
 from shardengine.sharding import WEIGHT, FlatSlice
 
 SAMPLES = 64
 _MODULUS = 1 << 32
 
 
-def names(core: Core) -> set[str]:
-    """First names of the parameters that are not trained."""
-    return {row["names"][0] for row in contents.parameter_table(core) if not row["trainable"]}
+def names(core: Core, module: nn.Module) -> set[str]:
+    """First names of the parameters that are neither trained nor saved by peft; collective where it has adapters."""
+    kept = adapters.saved(core, module)
+    rows = [row for row in contents.parameter_table(core) if not row["trainable"]]
+    return {row["names"][0] for row in rows if kept.isdisjoint(row["names"])}
 
 
 def parts_of(parts: Iterable[FlatSlice], chosen: set[str]) -> tuple[list[FlatSlice], list[FlatSlice]]:

@@ -15,7 +15,7 @@ verified first, so that damage changes nothing, and then read again.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,6 +35,9 @@ from shardengine.optim import AVERAGE
 from shardengine.sharding import BUFFER, WEIGHT
 
 _PARTLY = ". The engine is partly loaded and refuses to train: load another checkpoint or build it anew"
+OPTIMIZER, SCHEDULER = "optimizer", "scheduler"
+_PARTS = {OPTIMIZER, SCHEDULER}
+"""What a load may be without."""
 _MOSTLY_ALONE = 1.5
 """× a checkpoint's size is what all ranks read together at most, where each reads past the page cache."""
 
@@ -69,14 +72,25 @@ class _Candidate:
 
 @dataclass(frozen=True)
 class _Way:
-    """How a load goes. strict, weights_only: see ``Engine.load_checkpoint`` · at_once: [Note: Nothing to lose]."""
+    """How a load goes. strict: see ``Engine.load_checkpoint`` · weights_only: of tensors, those of the model · at_once:
+    [Note: Nothing to lose] · schedule: whether the scheduler goes on · counts: whether the counters do."""
 
     strict: bool
     weights_only: bool
     at_once: bool
+    schedule: bool
+    counts: bool
 
 
-def load(engine: Inspection, folder: str | Path, tag: str | None, *, strict: bool, weights_only: bool) -> Checkpoint:
+def load(
+    engine: Inspection,
+    folder: str | Path,
+    tag: str | None,
+    *,
+    strict: bool,
+    weights_only: bool,
+    without: Collection[str] = (),
+) -> Checkpoint:
     """Fill the engine from the first checkpoint that every rank finds whole. See ``Engine.load_checkpoint``.
 
     Also the way on after an update that nothing can finish (recovery: [Note: Back to one step]).
@@ -84,9 +98,14 @@ def load(engine: Inspection, folder: str | Path, tag: str | None, *, strict: boo
     core = engine._core
     collectives, rank = core.collectives, core.mesh.rank
     core.step_state.require("a call of every rank", "load_checkpoint")
+    if isinstance(without, str) or not set(without) <= _PARTS:
+        raise UsageError(f"load_checkpoint: expected without= a tuple of some of {sorted(_PARTS)}, got {without!r}")
+    counts, schedule = not weights_only, not weights_only and SCHEDULER not in without
+    weights_only |= OPTIMIZER in without
     interrupted = _interrupted(engine, whole=strict and not weights_only)
     saving.finish(engine)
-    compare(collectives, {"place given to load_checkpoint": [str(folder), str(tag), f"{strict} {weights_only}"]})
+    how = [str(folder), str(tag), f"{strict} {weights_only}", *sorted(without)]
+    compare(collectives, {"place given to load_checkpoint": how})
 
     def listed() -> tuple[list[str], str]:
         core.step_state.require("load_checkpoint after an interrupted step" if interrupted else "load_checkpoint")
@@ -99,6 +118,32 @@ def load(engine: Inspection, folder: str | Path, tag: str | None, *, strict: boo
     (names, astray), new = told[0][0], all(row[1] for row in told)  # after a reset() only some ranks may be new
     if interrupted:
         core.step_state.lose()  # its gradients go now
+    _come_to_rest(engine)
+    if engine.optimizer is not None and strict and not weights_only and _replace_unreadable(core):
+        engine.optimizer.end_window()
+        core.step_state.lose()
+        interrupted = True
+    if not interrupted:
+        core.adopt_written_weights()
+    way = _Way(strict, weights_only, new and strict and not weights_only, schedule, counts)
+    begun = [] if engine.optimizer is None or not new else [dict(group) for group in engine.optimizer.param_groups]
+    chosen = _take_first(engine, Path(folder), names, way, astray)
+    if engine.optimizer is not None:
+        engine.optimizer.end_window()
+    counters = {name: chosen.saved["counters"][name] for name in index.COUNTERS}
+    engine._go_on_from(counters if counts else None)
+    if strict and not weights_only:
+        core.step_state.replicas.note_alike()
+    if rank == 0:
+        _say(engine, chosen, way, begun)
+    plan = chosen.plan
+    apart: dict[str, Any] = {"missing": tuple(plan.missing), "unexpected": tuple(plan.unexpected)}
+    return Checkpoint(chosen.place.name, chosen.place, client_state=chosen.saved["client_state"], **apart, **counters)
+
+
+def _come_to_rest(engine: Inspection) -> None:
+    """Nothing is on its way to weights or states any more."""
+    core = engine._core
     core.await_weights()
     core.schedule.reshard_all()
     core.reducer.release()
@@ -106,31 +151,6 @@ def load(engine: Inspection, folder: str | Path, tag: str | None, *, strict: boo
         engine.optimizer.await_reader()
     for store in (store for unit in core.units for store in unit.stores()):
         store.abandon()
-    if engine.optimizer is not None and strict and not weights_only and _replace_unreadable(core):
-        engine.optimizer.end_window()
-        core.step_state.lose()
-        interrupted = True
-    if not interrupted:
-        core.adopt_written_weights()
-    way = _Way(strict, weights_only, at_once=new and strict and not weights_only)
-    chosen = _take_first(engine, Path(folder), names, way, astray)
-    if engine.optimizer is not None:
-        engine.optimizer.end_window()
-    counters = {name: chosen.saved["counters"][name] for name in index.COUNTERS}
-    engine._go_on_from(None if weights_only else counters)
-    if strict and not weights_only:
-        core.step_state.replicas.note_alike()
-    if rank == 0:
-        _say(engine, chosen, weights_only=weights_only)
-    plan = chosen.plan
-    return Checkpoint(
-        chosen.place.name,
-        chosen.place,
-        client_state=chosen.saved["client_state"],
-        missing=tuple(plan.missing),
-        unexpected=tuple(plan.unexpected),
-        **counters,
-    )
 
 
 def _interrupted(engine: Inspection, *, whole: bool) -> bool:
@@ -258,7 +278,9 @@ def _examine(engine: Inspection, place: Path, way: _Way) -> _Candidate:
     core = engine._core
     try:
         candidate.saved = index.read(place)
-        candidate.plan = fit.plan(candidate.saved, engine, strict=way.strict, weights_only=way.weights_only)
+        candidate.plan = fit.plan(
+            candidate.saved, engine, strict=way.strict, weights_only=way.weights_only, schedule=way.schedule
+        )
     except CheckpointError as error:
         candidate.damaged = str(error)
         return candidate
@@ -350,8 +372,8 @@ def _take(engine: Inspection, chosen: _Candidate, way: _Way) -> str:
         if not damaged:
             with core.adopting_masters():
                 damaged = fill(states, chosen.plan.added)
-    if not damaged and not way.weights_only:
-        run_on_all_ranks(collectives, what, lambda: _restore(engine, chosen))
+    if not damaged:
+        run_on_all_ranks(collectives, what, lambda: _restore(engine, chosen, way))
     if damaged and not way.at_once:  # it was whole a moment ago, and an older one need not write all of the engine
         _raise_everywhere(collectives, CheckpointError(f"{what} failed: {damaged}"))
     return damaged
@@ -411,17 +433,21 @@ def _add(reader: Reader, filling: fit.Filling) -> None:
     filling.part.values.add_(read)
 
 
-def _restore(engine: Inspection, chosen: _Candidate) -> None:
+def _restore(engine: Inspection, chosen: _Candidate, way: _Way) -> None:
     """Everything but weights, buffers and the optimizer's tensors."""
     plan = chosen.plan
+    if plan.scheduler:
+        state.restore_scheduler(engine.lr_scheduler, chosen.saved["lr_scheduler"], plan.origins)
+    if way.weights_only:
+        if way.counts:
+            state.restore_skipped(engine.optimizer, chosen.saved["loss_scaler"])
+        return
     _restore_random_states(engine._core, chosen)
     for part in plan.fresh:
         part.values.zero_()
     if engine.optimizer is not None:
         _begin_averages(plan)
         state.restore_optimizer(engine.optimizer, plan.groups, plan.steps, plan.facts)
-    if plan.scheduler:
-        state.restore_scheduler(engine.lr_scheduler, chosen.saved["lr_scheduler"], plan.origins)
     state.restore_scaler(engine.optimizer, chosen.saved["loss_scaler"])
 
 
@@ -441,11 +467,11 @@ def _restore_random_states(core: Core, chosen: _Candidate) -> None:
         state.seed_anew(chosen.random, core.mesh.rank)
 
 
-def _say(engine: Inspection, chosen: _Candidate, *, weights_only: bool) -> None:
-    """Warn of what a user may not have meant."""
+def _say(engine: Inspection, chosen: _Candidate, way: _Way, begun: list[dict[str, Any]]) -> None:
+    """Warn of what a user may not have meant. begun: the groups of an engine that has not trained, as they were."""
     plan, notes = chosen.plan, []
     before, now = chosen.saved["batch"].get("train_batch_size"), engine.train_batch_size()
-    if before and before != now and not weights_only:
+    if before and before != now and way.counts:
         notes.append(
             f"the global batch was {before} samples, now it is {now}: set train_batch_size to {before} (with "
             "train_micro_batch_size_per_gpu) to keep it at any number of ranks"
@@ -463,7 +489,11 @@ def _say(engine: Inspection, chosen: _Candidate, *, weights_only: bool) -> None:
     kept = [str(number) for number, options in enumerate(plan.groups) if options is None]
     if kept:
         notes.append(f"optimizer group(s) {', '.join(kept)} keep their own options, the checkpoint has no such group")
-    if engine.lr_scheduler is not None and not plan.scheduler and not weights_only:
+    if begun and engine.optimizer is not None:
+        goes_on = engine.lr_scheduler is not None and bool(plan.scheduler) and way.schedule
+        if note := state.changed_rates(begun, engine.optimizer.param_groups, goes_on):
+            notes.append(note)
+    if engine.lr_scheduler is not None and not plan.scheduler and way.schedule:
         notes.append("the scheduler is another one than in the checkpoint and keeps its own state")
     for note in notes:
         warnings.warn(f"load_checkpoint of {chosen.place}: {note}", stacklevel=6)

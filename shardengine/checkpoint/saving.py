@@ -41,6 +41,7 @@ class Job:
     tensors: what is written, by its key in the file · behind: how many, from the end, are the optimizer's states
     parts: (name, state, dtype, first, end) of each that is no random state · random: the keys of those that are
     left_out: this rank's share of the fingerprints of what is not written, by name
+    latest: whether ``latest`` names it from now on
     ready: returns when the tensors hold what is saved · platform: of the device on which they are, if any is
     """
 
@@ -56,17 +57,25 @@ class Job:
     left_out: dict[str, int]
     keep_last: int | None
     platform: Platform
+    latest: bool = True
     ready: Callable[[], None] = lambda: None
 
 
 def save(
-    engine: Inspection, folder: str | Path, tag: str | None, client_state: dict[str, Any] | None, *, frozen: bool = True
+    engine: Inspection,
+    folder: str | Path,
+    tag: str | None,
+    client_state: dict[str, Any] | None,
+    *,
+    frozen: bool = True,
+    latest: bool = True,
 ) -> Path:
     """Write a checkpoint; its directory. See ``Engine.save_checkpoint``."""
     core = engine._core
     collectives = core.collectives
     core.step_state.require("saving", "save_checkpoint")
     client = {} if client_state is None else client_state
+    absent = set() if frozen else left_out.names(core, engine.module)
 
     def prepare() -> Job:
         """What may be wrong on one rank alone is found before anything is written."""
@@ -77,7 +86,7 @@ def save(
         place = directory.check_folder(folder)
         name = directory.check_tag(directory.tag_of(engine.global_steps) if tag is None else tag)
         facts = json.loads(json.dumps({**_describe(engine), "client_state": client}))
-        return _job(engine, place, name, facts, frozen=frozen)
+        return replace(_job(engine, place, name, facts, absent), latest=latest)
 
     job = run_on_all_ranks(collectives, "preparing a checkpoint", prepare)
     compare(collectives, {"place given to save_checkpoint": [str(job.folder), job.tag], "frozen": [str(frozen)]})
@@ -144,10 +153,10 @@ def _describe(engine: Inspection) -> dict[str, Any]:
     }
 
 
-def _job(engine: Inspection, folder: Path, tag: str, facts: dict[str, Any], *, frozen: bool) -> Job:
+def _job(engine: Inspection, folder: Path, tag: str, facts: dict[str, Any], absent: set[str]) -> Job:
     core = engine._core
     owned = list(contents.owned(core, engine.optimizer, own_buffers=facts["own_buffers"]))
-    owned, kept_out = left_out.parts_of(owned, set() if frozen else left_out.names(core))
+    owned, kept_out = left_out.parts_of(owned, absent)
     model = [part for part in owned if part.key in (WEIGHT, BUFFER)]  # loaded first
     stepped = [part for part in owned if part.key not in (WEIGHT, BUFFER)]
     parts = model + stepped
@@ -183,7 +192,7 @@ def _write(job: Job, meet: Meet) -> None:
         if first:
             work = directory.work_of(job.folder, job.tag)
             atomic.write_text(work / directory.INDEX, index.to_text({**job.facts, **_collect(job, work)}))
-            directory.finish(job.folder, job.tag)
+            directory.finish(job.folder, job.tag, latest=job.latest)
             if job.keep_last:
                 directory.keep_last(job.folder, job.keep_last)
 

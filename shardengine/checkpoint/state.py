@@ -12,6 +12,7 @@ import math
 import random
 import sys
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -142,6 +143,30 @@ def restore_optimizer(
     optimizer.arithmetic.restore(facts, optimizer.begun)
 
 
+def changed_rates(
+    before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]], scheduled: bool = False
+) -> str:
+    """That options of parameter groups are those of a checkpoint, and not those that this run began with; "" where they
+    are the same.
+
+    before, now: the options of each group. scheduled: a scheduler goes on from the checkpoint. Then the rates that it
+    began with are compared. ReduceLROnPlateau records none: then no rates are.
+    """
+    found = []
+    for number, (own, loaded) in enumerate(zip(before, now, strict=False)):
+        rate = "initial_lr" if scheduled or ("initial_lr" in own and "initial_lr" in loaded) else "lr"
+        for key in (rate, "weight_decay"):
+            if key in own and key in loaded and own[key] != loaded[key]:
+                found.append(f"{key} of group {number} is {loaded[key]}, and this run began with {own[key]}")
+    if not found:
+        return ""
+    return (
+        f"options of the optimizer are the checkpoint's: {', '.join(found[:4])}. To go on with others, set them "
+        "in engine.optimizer.param_groups after load_checkpoint, and the base_lrs of a scheduler; weights_only=True "
+        "begins with a new optimizer"
+    )
+
+
 def scaler_state(optimizer: ShardedOptimizer | None) -> dict[str, Any] | None:
     """The loss scale and how it came to be; None where the loss is not scaled."""
     scaler = None if optimizer is None else optimizer.settings.scaler
@@ -153,6 +178,13 @@ def restore_scaler(optimizer: ShardedOptimizer | None, saved: dict[str, Any] | N
     scaler = None if optimizer is None else optimizer.settings.scaler
     if scaler is not None and saved is not None:
         scaler.load_state_dict(saved)
+
+
+def restore_skipped(optimizer: ShardedOptimizer | None, saved: dict[str, Any] | None) -> None:
+    """The count of skipped steps alone: a loss scale begins anew with its optimizer."""
+    scaler = None if optimizer is None else optimizer.settings.scaler
+    if scaler is not None and saved is not None:
+        scaler.count_on(int(saved["skipped"]))
 
 
 _INFINITE = {"inf": math.inf, "-inf": -math.inf}

@@ -15,9 +15,11 @@ work             a collective in flight, and waiting for it
 flight_recorder  what was issued, and where ranks differ
 failures         what ranks tell each other: failures, progress, departures
 positions        where each rank is, and which of them wait for each other
+outside          where a rank stands in collectives that are not the engine's
 breaking_off     what is in flight ends on all ranks, after a fault
 watcher          a thread that sees to that where the host waits for its GPU
 watchdog         a long wait: which rank is missing, whether the wait can still end, and the sentence about it
+advice           what to do where ranks do not do the same
 threads          those that may stay inside of torch
 store_board      the texts of ranks in the process group's store
 agreement        compare facts, and run what fails on all ranks or on none
@@ -29,6 +31,7 @@ Must not know: how modules, buckets and stages work.
 from __future__ import annotations
 
 from shardengine.comm import agreement, devices, meeting, mesh, nodes, rendezvous
+from shardengine.comm.advice import BLOCKS, EVALUATE, gathering
 from shardengine.comm.agreement import compare, describe, run_on_all_ranks, settle_kernels
 from shardengine.comm.collectives import Collectives, Named, OnComplete, Parts, Subject, Way
 from shardengine.comm.failures import Failures
@@ -44,6 +47,8 @@ from shardengine.comm.wire import Wire
 from shardengine.comm.work import Work
 
 __all__ = [
+    "BLOCKS",
+    "EVALUATE",
     "HOOK",
     "STEP",
     "Coding",
@@ -71,6 +76,7 @@ __all__ = [
     "default_ranks",
     "describe",
     "devices",
+    "gathering",
     "host_threads",
     "launch",
     "measure_gathers",

@@ -428,27 +428,30 @@ class Collectives:
         sent = flat.nbytes * (self.mesh.ranks - 1) // self.mesh.ranks
         self._issue(self._record(GroupName.GATHER, "broadcast", what, sent, purpose), call).wait()
 
-    def exchange(self, payload: Tensor, what: str = "control data") -> Tensor:
+    def exchange(
+        self, payload: Tensor, what: str = "control data", meanwhile: Callable[[], None] | None = None
+    ) -> Tensor:
         """Every rank's ``payload`` (flat uint8 on CPU, equal lengths) → [ranks, length], in rank order; blocks.
 
         what: named in the error when it fails, or when other ranks exchange something else ([Note: Frames]); its first
-        word is the same on every rank.
+        word is the same on every rank · meanwhile: called again and again while this rank waits for the others.
         """
         if self.mesh.ranks == 1:
             return payload.unsqueeze(0)
-        frames = self._exchanged(first_frame(payload, what, varies=False), what)
+        frames = self._exchanged(first_frame(payload, what, varies=False), what, meanwhile)
         lengths(frames, self.mesh.rank)
         rest = payload[ROOM:]
-        return table(frames, self._exchanged(rest, what) if rest.numel() else None, payload.numel())
+        return table(frames, self._exchanged(rest, what, meanwhile) if rest.numel() else None, payload.numel())
 
-    def _exchanged(self, payload: Tensor, what: str) -> Tensor:
+    def _exchanged(self, payload: Tensor, what: str, meanwhile: Callable[[], None] | None = None) -> Tensor:
         gathered = payload.new_empty(self.mesh.ranks * payload.numel())
 
         def call() -> list[dist.Work]:
             return [self.mesh.wire.all_gather(gathered, payload, self.mesh.control)]
 
         sent = payload.numel() * (self.mesh.ranks - 1)
-        self._issue(self._record(GroupName.CONTROL, "exchange", Named((), what), sent, Purpose.CONTROL), call).wait()
+        record = self._record(GroupName.CONTROL, "exchange", Named((), what), sent, Purpose.CONTROL)
+        self._issue(record, call, meanwhile=meanwhile).wait()
         return gathered.view(self.mesh.ranks, payload.numel())
 
     def hear(self, payload: Tensor, what: str) -> Tensor:
@@ -539,8 +542,10 @@ class Collectives:
         record: CollectiveRecord,
         call: Callable[[], list[dist.Work]],
         on_complete: Callable[[], None] | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> Work:
-        """Count it, compare it across ranks in debug mode, start it; without overlap wait for it here."""
+        """Count it, compare it across ranks in debug mode, start it; without overlap wait for it here. meanwhile: see
+        ``exchange``."""
         is_data = record.purpose is not Purpose.CONTROL
         if self.mesh.breaking_off.reason:
             self.mesh.breaking_off.check(record.describe(self.mesh.rank))
@@ -559,22 +564,33 @@ class Collectives:
         before = None
         if not self._overlap and is_data:  # and once more where it is used, maybe on another stream
             before = self._held_up(record, self.failures, works)
-        return Work(works, functools.partial(self._wait, record, self.failures, before), on_complete)
+        return Work(works, functools.partial(self._wait, record, self.failures, before, meanwhile), on_complete)
 
     def _wait(
-        self, record: CollectiveRecord, failures: Failures, before: _HeldUp | None, works: Sequence[dist.Work]
+        self,
+        record: CollectiveRecord,
+        failures: Failures,
+        before: _HeldUp | None,
+        meanwhile: Callable[[], None] | None,
+        works: Sequence[dist.Work],
     ) -> None:
         """Until the data of ``works`` may be used. failures: of the time at which they were issued · before: when they
-        were waited for already, which is what counts if it was the same stream."""
-        now = self._held_up(record, failures, works)
+        were waited for already, which is what counts if it was the same stream · meanwhile: see ``exchange``."""
+        now = self._held_up(record, failures, works, meanwhile)
         exposed = before if before is not None and before.stream == now.stream else now
         self.trace.waited(record.title, exposed.start, exposed.end)
 
-    def _held_up(self, record: CollectiveRecord, failures: Failures, works: Sequence[dist.Work]) -> _HeldUp:
+    def _held_up(
+        self,
+        record: CollectiveRecord,
+        failures: Failures,
+        works: Sequence[dist.Work],
+        meanwhile: Callable[[], None] | None = None,
+    ) -> _HeldUp:
         """Wait on the current stream, or on the host; for how long."""
         start = self._moment(record)
         for work in works:
-            wait_for(work, record, failures)
+            wait_for(work, record, failures, meanwhile)
         return _HeldUp(self.mesh.platform.here(), start, self._moment(record))
 
     def _moment(self, record: CollectiveRecord) -> Moment:

@@ -135,6 +135,17 @@ def too_few(ranks: int) -> str:
     return f"{visible} GPU(s) are visible for {ranks} ranks" if visible < ranks else ""
 
 
+def only_one(visible: int) -> str:
+    """That one process, which no launcher has started, uses one of ``visible`` GPUs; "" where that is all of them."""
+    if visible < 2:
+        return ""
+    return (
+        f"{visible} GPUs are visible and 1 is used: no launcher has started this process, so that it is the only rank. "
+        f"To use all, start it with torchrun --standalone --nproc-per-node {visible}; where one is meant, set "
+        "CUDA_VISIBLE_DEVICES to it"
+    )
+
+
 def facts(device: torch.device | None = None, group: dist.ProcessGroup | None = None) -> RankFacts:
     """Those of this rank. device: what was asked for · group: the process group that the caller made."""
     seen = gpus()

@@ -36,7 +36,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 
+from shardengine.comm import outside
 from shardengine.comm.mesh import Mesh
+from shardengine.comm.outside import Outside
 from shardengine.comm.positions import Departure, Presence, Waiting
 from shardengine.comm.store_board import StoreBoard, Unreachable
 from shardengine.comm.threads import await_threads
@@ -70,8 +72,9 @@ class Failures:
         self._mesh = mesh
         self._process = os.getpid()
         self._channel = next(mesh.channels)
-        self.board = StoreBoard(mesh, f"at/{self._channel}")
         self.issued: Counter[str] = Counter()
+        self._outside = Outside(f"outside/{self._channel}", mesh, self._channel, self.issued)
+        self.board = StoreBoard(mesh, f"at/{self._channel}", [self._outside])
         self._progress: tuple[int, int] | None = None
         self._place = ""
         self._inside = False
@@ -94,6 +97,7 @@ class Failures:
         kind: the calls that are counted together; every rank makes those of one kind in the same order.
         """
         self.withdraw()
+        self._outside.look_at_this_thread()
         self._known = 0
         self._calls[kind] += 1
         attempt = self._calls[kind]
@@ -125,6 +129,11 @@ class Failures:
         self._raised.add((where, 0))
         self.report(FailureReport(f"{type(error).__name__}: {error} (in {where})", where))
         self.mark_known(error)
+
+    def begin(self) -> None:
+        """From now on the other ranks are told in which collective of the program this one stands."""
+        if self._mesh.ranks > 1:
+            self.board.write_later(self._after())
 
     def set_progress(self, steps: int, micro_batches: int) -> None:
         """How far this rank is: steps that it has completed, micro-batches of the next one."""
@@ -278,8 +287,9 @@ class Failures:
         return "; ".join(said) + (f"; without it nothing is known of ranks {unheard}" if unheard else "")
 
     def waits(self) -> dict[int, Waiting]:
-        """What the other ranks say that they wait for."""
-        return {rank: Waiting(**json.loads(text)) for rank, text in self.board.read("waits").items()}
+        """What the other ranks say that they wait for, and the collectives of the program in which others stand."""
+        texts = {**self.board.read(f"outside/{self._channel}"), **self.board.read("waits")}
+        return {rank: Waiting(**json.loads(text)) for rank, text in texts.items()}
 
     def departures(self) -> dict[int, Departure]:
         """What the other ranks that have left said."""
@@ -306,7 +316,8 @@ class Failures:
     def placed(self, waiting: Waiting) -> Waiting:
         """``waiting``, with where this rank stands and what it has issued."""
         where = self._place if self._inside else waiting.where
-        return replace(waiting, channel=self._channel, issued={**self.issued, **waiting.issued}, where=where)
+        issued = {**outside.counts(), **self.issued, **waiting.issued}
+        return replace(waiting, channel=self._channel, issued=issued, where=where)
 
     @property
     def place(self) -> str:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardengine.comm.advice import asks
 from shardengine.comm.group_kind import GroupName
 from shardengine.comm.positions import Waiting
 
@@ -107,7 +108,8 @@ class CollectiveRecord(NamedTuple):
         """For the other ranks, while this one waits."""
         key = f"{self.group} {self.place} {self.operation} {self.subject}"
         shape = f"{self.operation} {self._alike}"
-        where = "a forward without grad" if self.purpose is Purpose.EVALUATION else ""
+        alone = self.purpose is Purpose.EVALUATION or asks(self.what, grad=False)
+        where = "a forward without grad" if alone else ""
         members = list(self.members)
         return Waiting(self.describe(rank), key, self.group, self.place, shape, where=where, members=members)
 

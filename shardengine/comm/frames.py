@@ -16,6 +16,7 @@ import zlib
 import torch
 from torch import Tensor
 
+from shardengine.comm.advice import after
 from shardengine.errors import MismatchError
 
 FRAME = 4096
@@ -49,9 +50,10 @@ def lengths(frames: Tensor, rank: int) -> Tensor:
     differ = (kinds != kinds[0]).any(dim=1)
     if bool(differ.any()):
         other = int(differ.nonzero()[0])
+        texts = _text(frames[0]), _text(frames[other])
         raise MismatchError(
-            f"rank 0 is in {_text(frames[0])} where rank {other} is in {_text(frames[other])}: expected every rank to "
-            f"make the same calls of the engine, in the same order (this is rank {rank})"
+            f"rank 0 is in {texts[0]} where rank {other} is in {texts[1]}: expected every rank to make the same calls "
+            f"of the engine, in the same order (this is rank {rank}){after(*texts)}"
         )
     return torch.where(said < 0, -1 - said, said)
 

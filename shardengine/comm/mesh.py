@@ -102,7 +102,8 @@ class Mesh:
     share one · node_groups: inside, of this rank's node; across, of its place in each node: none before
     ``make_node_groups`` · replicas: shard groups, of consecutive ranks; 1: the mesh is not hybrid · shard_groups: the
     process groups of those, by ``replicas``, of all meshes over these groups · global_ranks: the numbers of the ranks
-    in the default process group, where not all of its ranks are in the mesh · kind: what makes and ends the groups ·
+    in the default process group, where not all of its ranks are in the mesh · beside: the other dimensions of the
+    DeviceMesh that it is a part of, in words; "" for none · kind: what makes and ends the groups ·
     breaking_off: whether they were, of all meshes over these groups.
     """
 
@@ -125,6 +126,7 @@ class Mesh:
     replicas: int = 1
     shard_groups: dict[int, dict[GroupName, Any]] = field(default_factory=dict, compare=False, repr=False)
     global_ranks: tuple[int, ...] = ()
+    beside: str = ""
     kind: GroupKind = field(default_factory=GroupKind, compare=False, repr=False)
     breaking_off: BreakingOff = field(default_factory=BreakingOff, compare=False, repr=False)
 
@@ -399,7 +401,10 @@ def build(
     made = not dist.is_initialized()
     if made:
         if not rendezvous.join():
-            return Mesh(0, 1, _use(devices.choose([devices.facts(device)], 0), 0).device, owned=owned)
+            alone = devices.choose([devices.facts(device)], 0)
+            if device is None and alone.device.type == "cuda":
+                alone = replace(alone, unused=devices.only_one(devices.count()))
+            return Mesh(0, 1, _use(alone, 0).device, owned=owned)
         if "MASTER_ADDR" not in os.environ:
             raise UsageError(
                 "RANK and WORLD_SIZE are set but MASTER_ADDR is not: expected the environment of a launcher; start the "
@@ -439,7 +444,21 @@ def of_ranks(
         whole = build(device, timeout_s, owned=owned, meet=meet)
     else:
         whole = _build_part(ranks, device, timeout_s, owned=owned)
-    return replace(whole, replicas=len(ranks) // size)
+    return replace(whole, replicas=len(ranks) // size, beside=_beside(given))
+
+
+def _beside(given: DeviceMesh | dist.ProcessGroup) -> str:
+    """``Mesh.beside``: torch remembers of a part of a DeviceMesh what it is a part of."""
+    if isinstance(given, dist.ProcessGroup) or not hasattr(given, "_get_root_mesh"):
+        return ""
+    root = given._get_root_mesh()
+    inside, others = set(given.mesh.flatten().tolist()), []
+    place = (root.mesh == dist.get_rank()).nonzero()
+    for number, (name, size) in enumerate(zip(root.mesh_dim_names or (), root.mesh.shape, strict=False)):
+        row = root.mesh.movedim(number, -1)[tuple(at for d, at in enumerate(place[0].tolist()) if d != number)]
+        if not inside.issuperset(row.tolist()):
+            others.append(f"{name!r} of {size} ranks")
+    return " and ".join(others)
 
 
 def _ranks_of(given: DeviceMesh | dist.ProcessGroup) -> tuple[list[int], int, torch.device | None]:

@@ -2,8 +2,8 @@
 
 [Note: In vain] Collectives of a group are matched by their order alone. So a rank that waits for number n of a group
 waits for every rank that has issued fewer than n of it. That is in vain where such a rank has left, and where such
-ranks wait for each other, each for the next: a deadlock. A rank that computes, loads data or stands in something of the
-user's says nothing, and nothing follows from that: it may be slow.
+ranks wait for each other, each for the next: a deadlock. A rank that computes or loads data says nothing, and nothing
+follows from that: it may be slow. A rank in a collective of the program is seen (outside).
 """
 
 from __future__ import annotations

@@ -7,23 +7,26 @@ operation therefore runs in a thread, over a connection of its own, and is waite
 rank hosts the store (srun, mpirun, ``init_method="tcp://…"``), that rank is then named, and the others are not known.
 
 [Note: How far a rank is] A rank that stands in something of the user's cannot answer, so the thread puts how far it is
-every ``WRITE_LATER_S`` if that has changed. The training loop only assigns an attribute.
+every ``WRITE_LATER_S`` if that has changed. The training loop only assigns an attribute. The thread also finds out
+whether the rank stands in a collective of the program (outside).
 """
 
 from __future__ import annotations
 
 import threading
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from shardengine.comm.mesh import Mesh, Store
 from shardengine.comm.threads import ending_threads
 
 OPERATION_S = 1.0
-WRITE_LATER_S = 5.0
+WRITE_LATER_S = 2.5
 
 _T = TypeVar("_T")
 _Jobs = SimpleQueue[tuple[Callable[[Store], Any], Future[Any]] | None]
@@ -33,8 +36,15 @@ class Unreachable(Exception):
     """The store did not answer; the text says what came instead."""
 
 
+class Later(Protocol):
+    """What the thread puts into the store now and then."""
+
+    def put(self, store: Store) -> None:
+        """In the thread."""
+
+
 class LaterText:
-    """A text that the thread puts under ``key`` now and then, if it has changed."""
+    """A text that is put under ``key`` if it has changed."""
 
     def __init__(self, key: str) -> None:
         self.key = key
@@ -50,9 +60,10 @@ class LaterText:
 
 
 class StoreBoard:
-    """Texts by (kind, rank) in the store ([Note: The store may be gone]). later: the key for ``write_later``."""
+    """Texts by (kind, rank) in the store ([Note: The store may be gone]). later: the key for ``write_later`` · beside:
+    what the thread also puts every ``WRITE_LATER_S``."""
 
-    def __init__(self, mesh: Mesh, later: str) -> None:
+    def __init__(self, mesh: Mesh, later: str, beside: Sequence[Later] = ()) -> None:
         self._mesh = mesh
         self._beginning = threading.Lock()
         self._jobs: _Jobs = SimpleQueue()
@@ -60,6 +71,7 @@ class StoreBoard:
         self._unanswered: Future[Any] | None = None
         self._thread: threading.Thread | None = None
         self._later = LaterText(f"{later}/{mesh.rank}")
+        self._beside = tuple(beside)
 
     def write_later(self, text: str) -> None:
         """The thread writes ``text`` within ``WRITE_LATER_S``, under a key of its own ([Note: How far a rank is])."""
@@ -107,8 +119,9 @@ class StoreBoard:
     def _begin(self) -> None:
         self._jobs = SimpleQueue()
         self._end = weakref.finalize(self, self._jobs.put, None)
+        later = (self._later, *self._beside)
         self._thread = threading.Thread(
-            target=_serve, args=(self._mesh, self._jobs, self._later), name="shardengine-store", daemon=True
+            target=_serve, args=(self._mesh, self._jobs, later), name="shardengine-store", daemon=True
         )
         self._thread.start()
         ending_threads.add(self._thread)
@@ -135,19 +148,20 @@ class StoreBoard:
         raise Unreachable(reason)
 
 
-def _serve(mesh: Mesh, jobs: _Jobs, later: LaterText) -> None:
-    """Do ``jobs`` until None comes, and put what is to be written ``later`` when there is nothing else to do."""
+def _serve(mesh: Mesh, jobs: _Jobs, later: Sequence[Later]) -> None:
+    """Do ``jobs`` until None comes, and every ``WRITE_LATER_S`` put what is to be written ``later``."""
     store: Store | None = None
+    due = time.monotonic() + WRITE_LATER_S
     while True:
         try:
-            task = jobs.get(timeout=WRITE_LATER_S)
+            task = jobs.get(timeout=max(0.0, due - time.monotonic()))
         except Empty:
-            try:
+            with suppress(Exception):  # it only helps to describe a failure, and whoever asks hears of the store
                 store = store or mesh.store()
                 if store is not None:
-                    later.put(store)
-            except Exception:  # it only helps to describe a failure, and whoever asks hears of the store
-                pass
+                    for each in later:
+                        each.put(store)
+            due = time.monotonic() + WRITE_LATER_S
             continue
         if task is None:
             return

@@ -12,9 +12,11 @@ import logging
 import time
 from contextlib import suppress
 
+from shardengine.comm.advice import BLOCKS, EVALUATE, asks
 from shardengine.comm.failures import FailureReport, Failures
 from shardengine.comm.flight_recorder import HOOK
 from shardengine.comm.group_kind import GroupName
+from shardengine.comm.outside import stands_outside
 from shardengine.comm.positions import Departure, Presence, Waiting, deadlock
 from shardengine.comm.store_board import Unreachable
 from shardengine.errors import CommunicationError, MismatchError
@@ -23,8 +25,8 @@ _log = logging.getLogger(__name__)
 POST_AFTER_S = 1.0
 STANDS_S = 3.0
 _WARN_AFTER_S = 30.0
-"""A wait that lasts longer is logged, though it may still end: ``timeout_s`` is long, and a rank that stands in one of
-the program's own barriers reports nothing."""
+"""A wait that lasts longer is logged, though it may still end: ``timeout_s`` is long, and a rank that is busy elsewhere
+reports nothing."""
 _GRACE_S = 2.0
 MEETING = "meeting"
 """In the place of a group: the wait of `meeting.meet_before_groups`."""
@@ -35,10 +37,6 @@ NOBODY_MISSING = "every rank waits for it: the connection between them is broken
 _RESET = "Handle the cause, then call engine.reset() on every rank, or start the ranks again"
 _RESTART = (
     "Handle the cause, and start the ranks again: what a hook has begun itself is not put in order by engine.reset()"
-)
-_BLOCKS = (
-    "At stage 3 ranks also run the same blocks in the same order, forward and backward: what differs between ranks "
-    "must lie inside of one unit (list the class of the module around it in zero_optimization.units)"
 )
 _SAME = (
     "Give every rank the same number of batches, or train inside `with engine.join():`, and make the same calls on "
@@ -51,10 +49,6 @@ _BATCHES = (
 _TRAINING = frozenset({"", "forward", "backward", "step", "join", "engine.join()"})
 """Calls that ranks make in their loops over batches; "": outside of any."""
 _EVALUATION = frozenset({"forward without grad", "a forward without grad"})
-_EVALUATE = (
-    "At stage 3 a forward gathers weights from every rank: evaluate the same number of batches on every rank, or "
-    "inside of `with engine.full_params():` that every rank opens"
-)
 
 
 class Watchdog:
@@ -73,13 +67,25 @@ class Watchdog:
         self._warned = False
         self._news = -1
         self._seen: dict[tuple[int, FailureReport], float] = {}
-        self._deadlock: dict[int, Waiting] = {}
+        self._deadlock: dict[int, str] = {}
         self._deadlock_since = 0.0
 
     @property
     def overdue(self) -> bool:
         """Whether the wait has lasted for ``timeout_s``."""
         return time.monotonic() - self._started > self._failures.mesh.timeout_s
+
+    @property
+    def in_call(self) -> str:
+        """For errors: the call in which this rank waits."""
+        where = self._failures.placed(self._waiting).where
+        return f" in {where}" if where else ""
+
+    def late(self, diagnosis: str) -> str:
+        """``diagnosis`` of a wait that was too long. Where ranks that can be reached have not come: with what to do."""
+        if not diagnosis.startswith("Missing: ") or "cannot be reached" in diagnosis:
+            return diagnosis
+        return f"{diagnosis}. {_cure_alone(self._failures.placed(self._waiting), left=False)}"
 
     def look(self) -> None:
         """Between two slices: raise where what another rank said means that the wait is in vain.
@@ -111,12 +117,11 @@ class Watchdog:
         if self._warned or lasted < _WARN_AFTER_S:
             return
         failures, waits = self._failures, self._failures.waits()
-        where = failures.placed(self._waiting).where
         self._warned = True
         if missing := self._not_here(self._others(), waits):
             _log.warning(
                 "rank %d has waited for %d s for %s%s, and gives up after %g s. %s. Every rank has to make the call",
-                *(failures.mesh.rank, lasted, self._waiting.text, f" in {where}" * bool(where)),
+                *(failures.mesh.rank, lasted, self._waiting.text, self.in_call),
                 *(failures.mesh.timeout_s, failures.describe(missing, waits)),
             )
 
@@ -184,8 +189,9 @@ class Watchdog:
         """The deadlock in which this rank has stood for ``STANDS_S``."""
         rank, now = self._failures.mesh.rank, time.monotonic()
         found = deadlock(rank, {**self._failures.waits(), rank: self._failures.placed(self._waiting)})
-        if found != self._deadlock:
-            self._deadlock, self._deadlock_since = found, now
+        keys = {rank: each.key for rank, each in found.items()}
+        if keys != self._deadlock:
+            self._deadlock, self._deadlock_since = keys, now
         return found if now - self._deadlock_since >= STANDS_S else {}
 
     def diagnosis(self) -> str:
@@ -246,22 +252,26 @@ def _describe_deadlock(stuck: dict[int, Waiting]) -> str:
 
 def _cure(stuck: list[Waiting]) -> str:
     """What to do where ranks stand in these."""
+    outside = any(stands_outside(each) for each in stuck)
+    stuck = [each for each in stuck if not stands_outside(each)]
     others = list(dict.fromkeys(_call(each) for each in stuck if not _trains(each) and not _evaluates(each)))
     if not others:
         if any(_evaluates(each) for each in stuck):
-            return _EVALUATE
-        return f"{_SAME}. {_BLOCKS}" if all(each.where.startswith(("forward", "backward")) for each in stuck) else _SAME
+            return EVALUATE
+        runs = all(each.where.startswith(("forward", "backward")) for each in stuck)
+        return f"{_SAME}. {BLOCKS}" if (runs and not outside) or any(asks(each.text) for each in stuck) else _SAME
     same = f"Make the same calls on every rank, in the same order: {' and '.join(others)} on all of them, or on none"
-    added = [_EVALUATE] if any(_evaluates(each) for each in stuck) else []
+    added = [EVALUATE] if any(_evaluates(each) for each in stuck) else []
     added += [_BATCHES] if any(_trains(each) for each in stuck) else []
     return ". ".join([same, *added])
 
 
-def _cure_alone(waiting: Waiting) -> str:
-    """What to do where a rank stands in it and another has left."""
+def _cure_alone(waiting: Waiting, *, left: bool = True) -> str:
+    """What to do where a rank stands in it and another has ``left``, or has not come."""
     if _evaluates(waiting):
-        return _EVALUATE
-    return _SAME if _trains(waiting) else f"Call {_call(waiting)} on every rank, before one of them leaves, or on none"
+        return EVALUATE
+    first = ", before one of them leaves," if left else ""
+    return _SAME if _trains(waiting) else f"Call {_call(waiting)} on every rank{first} or on none"
 
 
 def _call(waiting: Waiting) -> str:
@@ -274,7 +284,8 @@ def _trains(waiting: Waiting) -> bool:
 
 
 def _evaluates(waiting: Waiting) -> bool:
-    return waiting.group == GroupName.EVALUATE or _call(waiting) in _EVALUATION
+    gathers = waiting.group == GroupName.EVALUATE or asks(waiting.text, grad=False)
+    return gathers or _call(waiting) in _EVALUATION
 
 
 def _error_of(said: str) -> type[CommunicationError | MismatchError]:

@@ -11,6 +11,7 @@ watcher.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -23,6 +24,8 @@ from shardengine.comm.watchdog import NOBODY_MISSING, Watchdog
 from shardengine.errors import CommunicationError, MismatchError
 
 _SLICE = timedelta(seconds=0.5)
+_SHORT_SLICE = timedelta(milliseconds=5)
+"""After which what is done meanwhile is done again."""
 _BACKENDS = ("gloo", "nccl", "connection")
 """Words of errors that come from what carries messages."""
 
@@ -92,10 +95,13 @@ def ends_on_stream(record: CollectiveRecord, mesh: Mesh) -> bool:
     return mesh.backend == "nccl" and record.begun_here and record.group is not GroupName.CONTROL
 
 
-def wait_for(work: dist.Work, record: CollectiveRecord, failures: Failures) -> None:
-    """Until the data of ``work`` may be used; on NCCL the stream waits, and the host goes on."""
+def wait_for(
+    work: dist.Work, record: CollectiveRecord, failures: Failures, meanwhile: Callable[[], None] | None = None
+) -> None:
+    """Until the data of ``work`` may be used; on NCCL the stream waits, and the host goes on. meanwhile: called again
+    and again where the host waits."""
     if not ends_on_stream(record, failures.mesh):
-        _wait_under_watchdog(work, record, failures)
+        _wait_under_watchdog(work, record, failures, meanwhile)
         return
     try:
         work.wait()
@@ -124,13 +130,26 @@ def _diagnosis(watchdog: Watchdog, record: CollectiveRecord) -> str:
     return said
 
 
-def _wait_under_watchdog(work: dist.Work, record: CollectiveRecord, failures: Failures) -> None:
+def _ended(work: dist.Work, meanwhile: Callable[[], None] | None) -> bool:
+    """Wait for a slice. Returns False where that is over, or where ``work`` has failed: then it is completed."""
+    parts = 1 if meanwhile is None else _SLICE // _SHORT_SLICE
+    for _ in range(parts):
+        if meanwhile is not None:
+            meanwhile()
+        with suppress(RuntimeError):
+            work.wait(_SLICE / parts)
+            return True
+        if work.is_completed():
+            break
+    return False
+
+
+def _wait_under_watchdog(
+    work: dist.Work, record: CollectiveRecord, failures: Failures, meanwhile: Callable[[], None] | None
+) -> None:
     """Wait for ``work`` ([Note: Waiting in slices])."""
-    try:
-        work.wait(_SLICE)
+    if _ended(work, meanwhile):
         return
-    except RuntimeError:
-        pass  # the slice is over, or the work has failed: then it is completed
     rank = failures.mesh.rank
     watchdog = Watchdog(failures, record.waiting(rank), lasted=0.0 if work.is_completed() else _SLICE.total_seconds())
     try:
@@ -138,18 +157,17 @@ def _wait_under_watchdog(work: dist.Work, record: CollectiveRecord, failures: Fa
             watchdog.look()
             if watchdog.overdue:
                 raise CommunicationError(
-                    f"{record.describe(rank)} did not end within {failures.mesh.timeout_s:g} s. "
-                    f"{_diagnosis(watchdog, record)}"
+                    f"{record.describe(rank)}{watchdog.in_call} did not end within {failures.mesh.timeout_s:g} s. "
+                    f"{watchdog.late(_diagnosis(watchdog, record))}"
                 )
-            try:
-                work.wait(_SLICE)
-            except RuntimeError:
-                continue
+            _ended(work, meanwhile)
         try:
             work.wait()
         except RuntimeError as error:
             watchdog.look_for_departures()
-            raise CommunicationError(f"{record.describe(rank)} failed: {error}. {watchdog.diagnosis()}") from error
+            diagnosis = watchdog.late(watchdog.diagnosis()) if watchdog.overdue else watchdog.diagnosis()
+            what = f"{record.describe(rank)}{watchdog.in_call}"
+            raise CommunicationError(f"{what} failed: {error}. {diagnosis}") from error
     except (CommunicationError, MismatchError) as error:
         failures.give_up(str(error))
         raise

@@ -169,6 +169,12 @@ def _check_comm_hook(config: TopLevel, reader: Reader) -> None:
             "zero_optimization.zero_quantized_weights",
             f"expected stage 3, where weights are gathered for each use, got stage {zero.stage}; leave it out",
         )
+    if hook.name != "none" and config.step_unused_parameters:
+        reader.problem(
+            "step_unused_parameters",
+            f"expected false beside a comm_hook, got {hook.name}, whose messages also say what earlier ones left out; "
+            "leave one of them out",
+        )
     if quantized and hook.name != "none":
         reader.problem(
             "zero_optimization.zero_quantized_gradients",

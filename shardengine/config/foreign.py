@@ -38,11 +38,6 @@ REFUSED: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
             (),
             "there is no second engine for inference; call `engine.generate`, or `engine.full_params()` around it",
         ),
-        "managed_gradient_accumulation": (
-            (True,),
-            "the engine counts micro-batches; `engine.set_gradient_accumulation_boundary` or `engine.step(flush=True)` "
-            "ends a window where you choose",
-        ),
         "pipeline": ((), "the model is not cut into pipeline stages; stage 3 trains what one device cannot hold"),
         "progressive_layer_drop": ((), "layers are dropped by the model's own forward; do it there"),
         "quantize_training": ((), _NOT_QUANTIZED),

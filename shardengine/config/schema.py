@@ -229,7 +229,8 @@ class ZeroConfig:
     reduce_bucket_size: int | Literal["auto"] = key(
         12_500_000,
         COUNT_OR_AUTO,
-        'Elements of a gradient bucket, at most; "auto": as the group of ranks, measured at the start, asks for.',
+        'Elements of a gradient bucket, at most; "auto": as the group of ranks, measured at the start, asks for. Where '
+        "a parameter is more than 8 times as large: as large as it is, up to 262,144.",
     )
     recut_buckets: bool = switch(
         True,
@@ -295,6 +296,9 @@ class Fp16Config:
     loss_scale: float = key(0.0, number(0, below=3e38), "A fixed loss scale; 0: it follows overflows.")
     initial_scale_power: int = key(16, integer(0, 127), "The first loss scale is 2 to this power.")
     loss_scale_window: int = key(1000, COUNT, "Steps without overflow after which the loss scale is doubled.")
+    loss_scale_delay: int = key(
+        0, SIZE, "So many steps more before it is doubled first, at the start and after each overflow; DeepSpeed has 1."
+    )
     hysteresis: int = key(2, COUNT, "Overflows until the loss scale is halved.")
     min_loss_scale: float = key(
         1.0,
@@ -416,6 +420,16 @@ class TopLevel:
         None,
         optional(choice("full", "sharded"), "the stage's third letter"),
         "How gradients are kept between micro-batches: full size and unreduced, or reduced and sharded.",
+    )
+    managed_gradient_accumulation: bool = switch(
+        True,
+        "The engine counts micro-batches; false: every step() ends the window, whatever came before it. Losses are "
+        "divided by gradient_accumulation_steps either way.",
+    )
+    step_unused_parameters: bool = switch(
+        False,
+        "A parameter that no rank used in a step is stepped with a gradient of zeros: it is decayed, and its momentum "
+        "moves it. Otherwise it stays as it is.",
     )
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None

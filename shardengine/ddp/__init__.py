@@ -10,6 +10,7 @@ comm_hooks        what travels when gradients are reduced
 early_use         gradients that are stepped in backward
 buffers           module buffers that are equal to rank 0's
 joining           ranks that have no more batches: what each says, what it hears
+writes            what the user's code has written into weights, and whether every rank has
 replicas          shard groups that step apart from each other
 
 Must not know: stages by name, how modules run, where weights rest.
@@ -25,6 +26,7 @@ from shardengine.ddp.reducer import ERROR, FACTOR, MAX_IN_FLIGHT, Payload, Reduc
 from shardengine.ddp.replicas import Replicas, Step
 from shardengine.ddp.step_state import EarlySteps, Phase, StepState
 from shardengine.ddp.window import Forward, Window
+from shardengine.ddp.writes import Writes, digest
 
 __all__ = [
     "ERROR",
@@ -47,7 +49,9 @@ __all__ = [
     "Step",
     "StepState",
     "Window",
+    "Writes",
     "comm_hooks",
+    "digest",
     "no_payload",
     "taken",
 ]

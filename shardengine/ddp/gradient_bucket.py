@@ -72,7 +72,8 @@ class Rules:
     divisor: of sums over ranks, their number for a mean · wire: the dtype in which gradients are sent, None for each
     bucket's own · reduce: in which sums over ranks are rounded · accumulate: in which gradients wait for later
     micro-batches · scaled: the loss is, so that a bare backward is refused · static: which parameters a rank uses in a
-    window stays what it was in the first · apart: each shard group steps with its own gradient.
+    window stays what it was in the first · apart: each shard group steps with its own gradient · steps_unused: what no
+    rank has used is stepped with a gradient of zeros.
     """
 
     gradients: Placement
@@ -84,6 +85,7 @@ class Rules:
     scaled: bool = False
     static: bool = False
     apart: bool = False
+    steps_unused: bool = False
 
     def apart_with(self, count: int, groups: int) -> Rules:
         """Those of a window after which each shard group steps with a gradient of its own, that of ``count`` of all

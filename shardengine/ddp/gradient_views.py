@@ -15,8 +15,10 @@ Must not know: how gradients came to be complete, the step, modules.
                                 step, exchanges it anew, on every rank. Under a loss scale clamping alone, whose
                                 bounds are multiplied with it
     GradScaler.unscale_         what is not finite is known from the squares, then times a number
-    reading values              where this rank holds all of them (one rank); elsewhere ``UsageError`` names the way
-    replacing it                a tensor of its shape is taken over in the step; None is refused there
+    reading values              where every rank holds all of them (one rank, stage 0); elsewhere ``UsageError`` names
+                                the way, on every rank
+    a copy, in any dtype        of this rank's slices: for operations on gradients of the same parameter, also later
+    replacing it                a tensor of its shape, or a copy, is taken over in the step; None is refused there
 
 What is refused of these on one rank alone the others are told of, also outside of any call of the engine, if it would
 have changed a gradient. A refused question is not told, since it may be asked on one rank, and caught there.
@@ -28,14 +30,16 @@ shows its gradient from the first one on, and the first use of one ends that bac
 from __future__ import annotations
 
 import math
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from shardengine.ddp.gradient_bucket import GradientBucket
 from shardengine.errors import InternalError, UsageError
@@ -71,7 +75,24 @@ _EACH = {
     _aten._foreach_clamp_max_.Scalar: _aten.clamp_max_.default,
 }
 """Operations on a list of tensors, as ``foreach=True`` has them, and the same on one."""
+_REFERENCES = 3
+"""Of an object that nobody else has: from a dict, a local name, and the call that counts."""
 _UNSCALE = _aten._amp_foreach_non_finite_check_and_unscale_.default
+
+
+@dataclass(frozen=True)
+class _Copied:
+    """What a copy has of a gradient, which nobody may write to.
+
+    parts: this rank's elements, and the number of the first among the parameter's · scale: the loss scale that they are
+    multiplied with · square: of the norm, with the scale; None: not known · state: of the gradient when it was copied,
+    None: values were rounded, so that they are others.
+    """
+
+    parts: list[tuple[Tensor, int]]
+    scale: float
+    square: Tensor | None
+    state: tuple[int, int] | None
 
 
 class ShardedGradient(Tensor):
@@ -80,18 +101,23 @@ class ShardedGradient(Tensor):
     views: GradientViews
     number: int
     incoming: Tensor | None
-    is_copy: bool
+    copied: _Copied | None
 
     @staticmethod
     def __new__(
-        cls, views: GradientViews, index: int, dtype: torch.dtype, device: torch.device, *, is_copy: bool = False
+        cls,
+        views: GradientViews,
+        index: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        copied: _Copied | None = None,
     ) -> ShardedGradient:
-        """The gradient of parameter ``index``. is_copy: one that was made of it, which nobody may write to."""
+        """The gradient of parameter ``index``. copied: it is a copy with these values."""
         shape = views.layout.parameters[index].shape
         made: ShardedGradient = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=device, storage_size=0
         )
-        made.views, made.number, made.incoming, made.is_copy = views, index, None, is_copy
+        made.views, made.number, made.incoming, made.copied = views, index, None, copied
         return made
 
     def __repr__(self, **_options: Any) -> str:  # type: ignore[override]
@@ -103,6 +129,25 @@ class ShardedGradient(Tensor):
 
     def __deepcopy__(self, _memo: Any) -> NoReturn:
         self.views.refuse(self.number, "a copy")
+
+    def numpy(self, **_options: Any) -> NoReturn:
+        """Refused, as what a rank holds is no array."""
+        self.views.refuse(self.number, "numpy()")
+
+    def tolist(self) -> NoReturn:
+        """Refused likewise."""
+        self.views.refuse(self.number, "tolist()")
+
+    def __dlpack__(self, *_args: Any, **_options: Any) -> NoReturn:
+        """Refused: there is no memory to hand out."""
+        self.views.refuse(self.number, "dlpack")
+
+    def apply_(self, *_args: Any) -> NoReturn:
+        """Refused: torch's goes through the memory."""
+        with self.views.telling(self.number):
+            self.views.refuse(self.number, "apply_, map_ or map2_")
+
+    map_ = map2_ = apply_  # type: ignore[assignment]
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -119,10 +164,14 @@ def _carry_out(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         return _unscale(*args)
     if operation in _EACH:
         return _one_by_one(operation, args, kwargs)
+    if operation.namespace == "c10d":
+        _refuse_collective(args, kwargs)
     own = args[0] if args and isinstance(args[0], ShardedGradient) else None
     if own is None:
         return _with_values(operation, args, kwargs)
     views, index = own.views, own.number
+    if own.copied is None:
+        views.require_current(own)
     if operation in (_aten.add_.Tensor, _aten.add.Tensor) and _is_accumulation(args):
         own.incoming = args[1]  # autograd brings the next gradient; the hook takes it from here
         return own if operation is _aten.add_.Tensor else args[1]
@@ -130,13 +179,23 @@ def _carry_out(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         return own
     if operation in _COPIES:
         dtype = kwargs.get("dtype") or own.dtype
-        return ShardedGradient(views, index, dtype, own.device, is_copy=True)
+        return ShardedGradient(views, index, dtype, own.device, views.copied(own, dtype))
     if operation in _NORMS and (order := _order(args, kwargs)) is not None:
-        return views.norm(index, order)
-    if operation in _ELEMENTWISE and not own.is_copy:
+        found = views.norm(index, order) if own.copied is None else views.norm_of_copy(own, order)
+        if found is not None:
+            return found
+    if operation in _ELEMENTWISE and own.copied is None:
         views.change(index, operation, args[1:], kwargs)
         return own
     return _with_values(operation, args, kwargs)
+
+
+def _refuse_collective(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Of torch.distributed: what it would bring could not reach the step."""
+    for each in tree_leaves((args, kwargs)):
+        if isinstance(each, ShardedGradient):
+            with each.views.telling(each.number):
+                each.views.refuse(each.number, "a collective of torch.distributed")
 
 
 def _is_accumulation(args: Sequence[Any]) -> bool:
@@ -165,7 +224,7 @@ def _with_values(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
                 argument.views.refuse(argument.number, name)
         if operation.is_view:
             argument.views.refuse(argument.number, name)
-        return argument.views.values(argument.number, name).to(argument.dtype)
+        return argument.views.values(argument, name).to(argument.dtype)
 
     return operation(*tree_map(value_of, tuple(args)), **tree_map(value_of, dict(kwargs)))
 
@@ -224,6 +283,8 @@ class GradientViews:
         self._complete: Callable[[], None] | None = None
         self._again: Callable[[], object] | None = None
         self._unused: set[int] = set()
+        self._window = 0
+        self._changes: dict[int, int] = {}
         self._of: dict[int, list[GradientBucket]] = {}
         for state in buckets:
             for index in state.pieces:
@@ -277,12 +338,29 @@ class GradientViews:
         self._fixed = why
 
     def _show(self, index: int) -> None:
-        parameter, view = self._parameters[index], self._made.get(index)
+        parameter, view = self._parameters[index], self._shown.get(index) or self._kept(index)
         if view is None or view.device != parameter.device:
             view = ShardedGradient(self, index, parameter.dtype, parameter.device)
             self._made[index] = view
         self._shown[index] = view
         parameter.grad = view
+
+    def _kept(self, index: int) -> ShardedGradient | None:
+        """The object that parameter ``index`` has shown before, where nobody else has kept it: to whoever has, it is
+        the gradient of that time."""
+        view = self._made.get(index)
+        return view if sys.getrefcount(view) <= _REFERENCES else None
+
+    def require_current(self, view: ShardedGradient) -> None:
+        """``UsageError`` where ``view`` was shown in a window that is over."""
+        if self._made.get(view.number) is not view:
+            raise self._over(view.number)
+
+    def _over(self, index: int) -> UsageError:
+        return UsageError(
+            f"this gradient of {self.layout.parameters[index].name!r} is of a step that is over (rank {self._rank}): "
+            "expected parameter.grad between the window's last backward and step(), or a copy of it, grad.clone()"
+        )
 
     def require_complete(self, index: int) -> None:
         """Before a gradient is used: the backward is over; ``UsageError`` where its step is over, too."""
@@ -298,10 +376,7 @@ class GradientViews:
             complete()
             self._unused = expected - self._shown.keys()  # on all ranks: zeros
         if index not in self._shown and index not in self._unused:
-            raise UsageError(
-                f"this gradient of {self.layout.parameters[index].name!r} is of a step that is over (rank "
-                f"{self._rank}): expected parameter.grad between the window's last backward and step()"
-            )
+            raise self._over(index)
 
     def hide(self) -> None:
         """They are stepped with, forgotten, or another backward begins: ``grad`` is None again."""
@@ -311,6 +386,8 @@ class GradientViews:
         self._unused = set()
         self._squares, self.changed, self.multiplied, self._complete, self._again = None, False, False, None, None
         self._powers.clear()
+        self._changes.clear()
+        self._window += 1
 
     def adopt(self, *, but: int | None = None) -> None:
         """Before the step, or another backward: what the user has put in the place of a gradient is taken over, or
@@ -319,9 +396,10 @@ class GradientViews:
             current = self._parameters[index].grad
             if current is view or index == but:
                 continue
-            if not isinstance(current, Tensor) or isinstance(current, ShardedGradient):
+            taken_over = isinstance(current, Tensor) and not isinstance(current, ShardedGradient)
+            if not taken_over and not (isinstance(current, ShardedGradient) and current.copied is not None):
                 with self.telling(index):
-                    self._refuse_none(index)
+                    self._refuse_in_its_place(index, current)
             self.change(index, _aten.copy_.default, [current], {})
             self._parameters[index].grad = view
 
@@ -368,6 +446,20 @@ class GradientViews:
             self._powers[order] = self._exchange_powers(order)
         return norm_from_powers(self._powers[order][index], order, self._scale)
 
+    def norm_of_copy(self, copy: ShardedGradient, order: float) -> Tensor | None:
+        """As ``norm``, of a copy; None where it follows from its values alone."""
+        copied = copy.copied
+        if copied is not None and copied.state is not None:
+            if copied.state == self._state(copy.number):
+                return self.norm(copy.number, order)
+            if order == 2 and copied.square is not None:
+                return (copied.square.sqrt() / copied.scale).float()
+        return None
+
+    def _state(self, index: int) -> tuple[int, int]:
+        """Another one after each change of the gradient, and in each window."""
+        return self._window, self._changes.get(index, 0)
+
     def is_finite(self, index: int) -> bool:
         """Whether every element of it is."""
         return math.isfinite(self._square_of(index).item())
@@ -409,6 +501,7 @@ class GradientViews:
                 if target is not part:
                     part.copy_(target)
             self._powers.clear()
+            self._changes[index] = self._changes.get(index, 0) + 1
             if factor is not None and self._squares is not None and self._by_squares:
                 self._squares[index] *= factor.to(self._squares.device) ** 2
                 self.multiplied = True
@@ -417,22 +510,47 @@ class GradientViews:
 
     def _note(self, index: int, operation: Any, arguments: Sequence[Any]) -> None:
         """Join a change to the digest; numbers on another device than the CPU are not waited for."""
-        told = [a.tolist() if isinstance(a, Tensor) and a.numel() == 1 and a.device.type == "cpu" else type(a).__name__
-                if isinstance(a, Tensor) else a for a in arguments]  # fmt: skip
+        told = []
+        for each in arguments:
+            number = type(each) is Tensor and each.numel() == 1 and each.device.type == "cpu"
+            told.append(each.tolist() if number else type(each).__name__ if isinstance(each, Tensor) else each)
         self.note(index, str(operation), told)
 
     def note(self, *told: Any) -> None:
         """Join to the digest what was done to gradients."""
         self.digest = zlib.crc32(repr(told).encode(), self.digest)
 
-    def values(self, index: int, what: str) -> Tensor:
-        """A copy of the whole gradient, where this rank holds it; ``UsageError`` elsewhere. what: wants to read it."""
-        self.require_complete(index)
-        spec, parts = self.layout.parameters[index], list(self._parts(index))
-        if sum(part.numel() for part, *_ in parts) < spec.numel:
+    def copied(self, view: ShardedGradient, dtype: torch.dtype) -> _Copied:
+        """What a copy of ``view`` in ``dtype`` has."""
+        index, earlier = view.number, view.copied
+        if earlier is None:
+            self.require_complete(index)
+            square = None if self._squares is None or self.changed else self._squares[index].clone()
+            parts = [(part.to(wire, copy=True), offset) for part, offset, wire in self._parts(index)]
+            earlier = _Copied(parts, self._scale, square, self._state(index))
+        if dtype == view.dtype:
+            return earlier  # nobody writes into it
+        parts = [(part.to(dtype), offset) for part, offset in earlier.parts]
+        rounded = any(torch.promote_types(part.dtype, dtype) != dtype for part, _ in earlier.parts)
+        rounded |= torch.promote_types(view.dtype, dtype) != dtype
+        return _Copied(parts, earlier.scale, None if rounded else earlier.square, None if rounded else earlier.state)
+
+    def values(self, view: ShardedGradient, what: str) -> Tensor:
+        """A copy of the whole gradient, where every rank holds it; ``UsageError`` elsewhere, on every rank, as another
+        one would wait for those that can go on. what: wants to read it."""
+        index, copied = view.number, view.copied
+        if copied is None:
+            self.require_current(view)
+            self.require_complete(index)
+        spec, scale = self.layout.parameters[index], self._scale if copied is None else copied.scale
+        parts = [part.to(wire) for part, _, wire in self._parts(index)] if copied is None else [
+            part for part, _ in copied.parts
+        ]  # fmt: skip
+        everywhere = all(state.gradient_interval == state.bucket.layout.whole_interval for state in self._of[index])
+        if not everywhere or sum(part.numel() for part in parts) < spec.numel:
             self.refuse(index, what)
-        flat = torch.cat([part.to(wire) for part, _, wire in parts]).to(self._parameters[index].device)
-        return shaped(flat if self._scale == 1 else (flat.float() / self._scale).to(flat.dtype), spec)
+        flat = torch.cat(parts).to(self._parameters[index].device)
+        return shaped(flat if scale == 1 else (flat.float() / scale).to(flat.dtype), spec)
 
     def describe(self, index: int) -> str:
         """For people: name, shape, what this rank holds of it."""
@@ -445,12 +563,19 @@ class GradientViews:
         name = self.layout.parameters[index].name
         raise UsageError(
             f"{what} of {name!r}.grad is not possible (rank {self._rank}): it stands for a gradient in the engine's "
-            "buckets, which is sharded over the ranks. Possible are its 2-norm, a multiplication and in-place "
-            "operations on each element. Read whole ones on every rank inside `with engine.full_grads("
-            f"[{name!r}]) as grads:`; engine.optimizer is the optimizer that steps with them"
+            "buckets, which is sharded over the ranks. Possible are its 2-norm, and in place a multiplication, "
+            "grad.mul_(2), and other operations on each element, also with a mask of the whole shape where a part of "
+            "it is meant: grad.mul_(mask), grad.masked_fill_(mask, 0.0). Read whole ones on every rank inside `with "
+            f"engine.full_grads([{name!r}]) as grads:`; engine.optimizer is the optimizer that steps with them"
         )
 
-    def _refuse_none(self, index: int) -> NoReturn:
+    def _refuse_in_its_place(self, index: int, current: object) -> NoReturn:
+        if isinstance(current, ShardedGradient):
+            raise UsageError(
+                f"{self.layout.parameters[index].name!r}.grad was replaced by {current!r} (rank {self._rank}), which "
+                "shows what is in the engine's bucket at the time: expected a copy of its own gradient, grad.clone(), "
+                f"or a plain tensor, as `with engine.full_grads() as grads:` has them"
+            )
         raise UsageError(
             f"{self.layout.parameters[index].name!r}.grad was set to None between backward and step() (rank "
             f"{self._rank}), but its gradient is in the engine's bucket: expected engine.zero_grad() on every rank to "
@@ -472,13 +597,30 @@ class GradientViews:
         """``argument`` of an operation, for the elements from ``offset`` on that ``part`` holds."""
         if not isinstance(argument, Tensor):
             return argument
-        if argument.dim() == 0 or argument.numel() == 1:
-            return argument.reshape(()).to(part.device)
         spec = self.layout.parameters[index]
         if isinstance(argument, ShardedGradient):
-            argument = argument.views.values(argument.number, "an operation with the values")
+            if argument.views is self and argument.number == index:
+                return self._same_elements(argument, offset, part)
+            argument = argument.views.values(argument, "an operation with the values")
+        if argument.dim() == 0 or argument.numel() == 1:
+            return argument.reshape(()).to(part.device)
         flat = in_memory_order(argument.expand(spec.shape), spec).reshape(-1)
         return flat[offset : offset + part.numel()].to(part.device)
+
+    def _same_elements(self, argument: ShardedGradient, offset: int, part: Tensor) -> Tensor:
+        """The elements of ``part``, from number ``offset`` on, in a copy of the same gradient, or in itself."""
+        if argument.copied is None:
+            self.require_current(argument)
+            return part.clone()
+        scale = self._scale / argument.copied.scale
+        for values, first in argument.copied.parts:
+            if first <= offset and offset + part.numel() <= first + values.numel():
+                near = values[offset - first : offset - first + part.numel()].to(part.device)
+                return near if scale == 1 else near * scale
+        raise UsageError(
+            f"a copy of {self.layout.parameters[argument.number].name!r}.grad is of a time when rank {self._rank} held "
+            'other elements of it: expected "recut_buckets": false in zero_optimization, where copies are kept'
+        )
 
 
 def _factor(operation: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> Tensor | None:

@@ -24,6 +24,7 @@ backward: its buckets are launched last, when backward ends.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -46,6 +47,7 @@ from shardengine.offload import BufferPool, CopyQueue
 from shardengine.sharding import Bucket, BucketLayout, FlatSlice, Layout, ParameterSpec, Targets, shaped, slices_of
 from shardengine.stages import Axis, Placement
 
+_log = logging.getLogger(__name__)
 ERROR, FACTOR = "comm_error", "comm_factor"
 """Keys of flat slices of what messages have not said yet, and of what a hook goes on with from step to step."""
 MAX_IN_FLIGHT = 3
@@ -212,6 +214,7 @@ class Reducer:
         self._came: dict[int, None] | None = {}
         self.arrival: Sequence[int] = ()
         self._mode = _Mode()
+        self._told_unused = False
         self._static: _Static | None = None
         self.early_use = EarlyUse(step_state)
         self._consumer: Consumer | None = None
@@ -449,11 +452,21 @@ class Reducer:
             self._finish(0)
             self.used |= self.touched
             values, rows, used = self._exchange_all(payload, self.used)
-        self.touched = used
+        self.touched = self._stepped(used)
         self.step_state.join.hear(rows[:, 0].tolist())
         if self.rules.static and not reopened and self._static is None:
             self._static = _Static(None if serves else here, used)
         return values, rows[:, 1:]
+
+    def _stepped(self, used: frozenset[int]) -> frozenset[int]:
+        """What is stepped, of the parameters that some rank has ``used``."""
+        unused = sorted(self._of_parameter.keys() - used) if self.rules.steps_unused else []
+        if unused and not self._told_unused and self._collectives.mesh.rank == 0:
+            more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
+            name = self.views.layout.parameters[unused[0]].name
+            _log.warning("no rank had a gradient of %r%s: stepped with zeros (step_unused_parameters)", name, more)
+        self._told_unused |= bool(unused)
+        return used.union(unused)
 
     def _exchange_all(
         self, payload: Callable[[], Payload], numbers: Collection[int], count: int | None = None
@@ -867,6 +880,11 @@ class Reducer:
     def _fly(self, next_: Work | _Flight | None) -> None:
         if next_ is not None:
             self._in_flight.append(next_ if isinstance(next_, _Flight) else _Flight(next_))
+
+    def finish_what_is_there(self) -> None:
+        """Finish the reductions that are complete, from the oldest on; blocks for none. Where a reduction has two
+        steps, other ranks may wait for this one to begin the second."""
+        self._finish(len(self._in_flight))
 
     def _finish(self, leave: int) -> None:
         """Finish reductions from the oldest on: those that are complete, and more until ``leave`` are in flight.

@@ -24,6 +24,7 @@ from typing import Literal
 from shardengine.ddp.joining import Join
 from shardengine.ddp.replicas import Replicas
 from shardengine.ddp.window import Window
+from shardengine.ddp.writes import Writes
 from shardengine.errors import InternalError, UsageError
 
 
@@ -77,6 +78,7 @@ class StepState:
     follow · summoned: how many ``full_params`` are open · edited: how many ``full_optimizer_state`` that may be written
     to · averaged: whether the weights are their averages now · offloaded: what ``offload_states`` has moved to the
     host's memory · join: whether ranks may run out of data, and who has · replicas: whether shard groups step apart ·
+    writes: of weights, by the user's code ·
     hook_refused: why the function that was registered as communication hook is not called any more.
     """
 
@@ -95,6 +97,7 @@ class StepState:
         self.offloaded: set[str] = set()
         self.join = Join(rank, ranks)
         self.replicas = replicas or Replicas()
+        self.writes = Writes()
 
     @property
     def early(self) -> EarlySteps:
@@ -169,6 +172,7 @@ class StepState:
     def close(self) -> int:
         """The step was applied, or skipped: a new window begins. Returns the micro-batches of the old one."""
         self._reset()
+        self.writes.end_window()
         return self.window.close()
 
     def _reset(self, phase: Phase = Phase.EMPTY) -> None:

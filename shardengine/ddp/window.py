@@ -20,10 +20,11 @@ class Forward:
 
 
 class Window:
-    """Counts micro-batches. ``size``: how many make a step."""
+    """Counts micro-batches. ``size``: how many make a step · managed: False where the caller's ``step()`` ends it."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, managed: bool = True) -> None:
         self.size = size
+        self.managed = managed
         self.total = 0
         self.done = 0
         self._open = False
@@ -39,7 +40,7 @@ class Window:
     @property
     def is_boundary(self) -> bool:
         """Whether the current micro-batch (the one to run, or the one whose backward just ran) ends the window."""
-        return self.done + 1 >= self.size if self._override is None else self._override
+        return self.managed and (self.done + 1 >= self.size if self._override is None else self._override)
 
     @property
     def is_overridden(self) -> bool:
@@ -72,7 +73,13 @@ class Window:
         return self.done + self._open
 
     def set_boundary(self, boundary: bool) -> None:
-        """Say whether the current micro-batch ends the window, until the next step is applied."""
+        """Say whether the current micro-batch ends the window, until the next step is applied. UsageError where only
+        the caller's ``step()`` does."""
+        if not self.managed:
+            raise UsageError(
+                "set_gradient_accumulation_boundary: expected no call where managed_gradient_accumulation is false; "
+                "every step() ends the window there"
+            )
         self._override = boundary
 
     def begin_backward(self) -> None:
@@ -92,7 +99,7 @@ class Window:
         if forward.micro_batch is None:
             forward.micro_batch = self.total
         place = forward.micro_batch - (self.total - self.done)
-        if self.size > 1 and 0 <= place < self.done:
+        if self.managed and self.size > 1 and 0 <= place < self.done:
             raise UsageError(
                 f"backward of micro-batch {self.done + 1} of {self.size}: expected a loss of a new forward, got one "
                 f"of the forward whose backward was micro-batch {place + 1}; add the losses of one forward and call "

@@ -9,6 +9,8 @@ rebuild             a new layout between steps: unfreezing, add_param_group
 gathering           one bucket's tensors whole on every rank
 full_access         full_params, full_grads, full_optimizer_state
 export              the whole model: state_dict, save_pretrained
+adapters            what peft saves of a model
+holding             an engine that its model holds
 loading_weights     load_state_dict
 optimizer_dict      the optimizer's state dict, to rank 0 and back
 optimizer_fit       whether one fits
@@ -18,17 +20,19 @@ recovery            reset(): ranks that stopped at different places, back at one
 formulas            what the stage's formulas say of an engine
 overflow            what is said of a step that was skipped
 monitors            where the numbers of every step go
+notices             what is said once of a run that may not be the one that was meant
 
 Must not know: the files of checkpoints (loaded at the first call), the commands.
 """
 
 from __future__ import annotations
 
-from shardengine.engine import arguments
+from shardengine.engine import adapters, arguments, holding
 from shardengine.engine.core import Core
 from shardengine.engine.engine import Engine
 from shardengine.engine.inspection import Inspection, check_free
-from shardengine.engine.monitors import Monitor
+from shardengine.engine.monitors import Monitor, summary_writer
+from shardengine.engine.recovery import on_all_ranks, telling_all
 from shardengine.engine.shard_groups import mesh_of
 
 __all__ = [
@@ -36,7 +40,12 @@ __all__ = [
     "Engine",
     "Inspection",
     "Monitor",
+    "adapters",
     "arguments",
     "check_free",
+    "holding",
     "mesh_of",
+    "on_all_ranks",
+    "summary_writer",
+    "telling_all",
 ]

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from shardengine import kernels, stages
 from shardengine.budget import (
@@ -52,10 +52,13 @@ from shardengine.runtime import (
     ActivationStore,
     Attachments,
     DeferredGather,
+    GradientHooks,
     Schedule,
     Unit,
     UnshardState,
+    WrittenWeights,
     activation_checkpointing,
+    gradient_hooks,
     hooks,
     placing,
 )
@@ -69,6 +72,7 @@ from shardengine.sharding import (
     layout,
     partition,
     precision,
+    stand_in,
 )
 
 _log = logging.getLogger(__name__)
@@ -94,6 +98,7 @@ def _look(
                 f"buffer {name!r} is on the meta device, it has no values: expected one with values on rank 0; "
                 "to_empty does not fill it, so compute it anew as the model's __init__ does (from_pretrained does that)"
             )
+    _refuse_adalora(model)
     units = config.zero_optimization.units
     if config.activation_checkpointing.enabled:
         activation_checkpointing.check(model, partition.find_units(model, units))
@@ -103,6 +108,7 @@ def _look(
     if dist.is_initialized():
         partition.check_sync_batch_norm(model, trial.device, mesh.ranks, dist.get_world_size)
     partition.check_max_norm(model, mesh.ranks)
+    gradient_hooks.check(model)
     found = partition.analyse(
         model,
         units,
@@ -112,6 +118,8 @@ def _look(
         device=trial.device,
         ignored=config.ignored_parameters,
     )
+    if config.bf16.enabled and config.bf16.split_masters:
+        partition.check_split(found)
     for name, parameter in found.names.items():
         if source is not None and parameter.is_meta and not source.gives(parameter):
             raise UsageError(
@@ -124,6 +132,21 @@ def _look(
     else:
         partition.check_dense(model, found, stage.name)
     return found, kernels.offer(trial.device, lambda: trial.run(found.specs))
+
+
+def _refuse_adalora(model: nn.Module) -> None:
+    """``UsageError`` for an adapter of peft's that is to be trained and whose own code writes weights and reads whole
+    gradients in every step."""
+    for module in model.modules():
+        adapters = getattr(module, "peft_config", None)
+        for name, adapter in adapters.items() if isinstance(adapters, dict) else ():
+            kind = getattr(getattr(adapter, "peft_type", None), "value", "")
+            if kind == "ADALORA" and any(parameter.requires_grad for parameter in module.parameters()):
+                raise UsageError(
+                    f"the adapter {name!r} is AdaLoRA, whose update_and_allocate() reads whole gradients in every step "
+                    "and writes weights, which at no stage the engine's optimizer would know of: expected another "
+                    "adapter, as of peft.LoraConfig, whose ranks are fixed"
+                )
 
 
 def build(
@@ -174,8 +197,8 @@ def build(
     replicas.check(config, needs, plan, kind)
     footprint = _footprint(config, stage, found, plan, needs, collectives)
     dtypes = sent(footprint.rules, plan)
-    if mesh.rank == 0:
-        _tell_sums(config, collectives, dtypes)
+    _tell_sums(config, collectives, dtypes)
+    _tell_left_behind(model, found, mesh)
     collectives.prepare(dtypes)
     if source is not None:
         if source.begins and mesh.rank == 0:
@@ -274,10 +297,12 @@ def _assemble(
         collectives.mesh.platform.free_cached()  # where the model lay, and between what lies there now
     mesh = collectives.mesh
     groups = Replicas(config.comm_hook, mesh.rank, mesh.ranks, mesh.replicas)
-    step_state = StepState(Window(config.gradient_accumulation_steps or 1), mesh.rank, mesh.ranks, groups)
+    window = Window(config.gradient_accumulation_steps or 1, managed=config.managed_gradient_accumulation)
+    step_state = StepState(window, mesh.rank, mesh.ranks, groups)
     reducer, schedule = _drive(config, stage, collectives, pool, plan, units, step_state)
     deferred_gather, blocks = _expect(config, stage, collectives, model, found, units)
-    driven = (units, reducer, schedule, step_state, buffers, deferred_gather)
+    written = _keep_written(config, collectives, plan, found, schedule, deferred_gather)
+    driven = (units, reducer, schedule, step_state, written, buffers, deferred_gather)
     core = Core(stage, collectives, pool, found, plan, *driven, Attachments(), which, tiers)
     _attach(core, model, blocks)
     _checkpoint_activations(core, model, config)
@@ -302,7 +327,7 @@ def sent(rules: Rules, plan: Layout) -> set[torch.dtype]:
 def _tell_sums(config: Config, collectives: Collectives, sent: Collection[torch.dtype]) -> None:
     """Warn where the config asks in vain for sums in two steps, or for the backend's own. sent: as the function."""
     mesh = collectives.mesh
-    if mesh.ranks == 1:
+    if mesh.rank or mesh.ranks == 1:
         return
     ours = sorted(str(dtype).removeprefix("torch.") for dtype in sent if collectives.is_direct(dtype))
     if config.hierarchical_reduce and mesh.nodes.problem:
@@ -324,6 +349,19 @@ def _tell_sums(config: Config, collectives: Collectives, sent: Collection[torch.
             ", of which sums are rounded" if rounds else "",
             " with ".join(cures),
             mesh.backend,
+        )
+
+
+def _tell_left_behind(model: nn.Module, found: Partition, mesh: Mesh) -> None:
+    """Warn of plain tensor attributes that stay in the old memory of a parameter."""
+    if mesh.rank == 0 and (behind := partition.left_behind(model, found)):
+        pairs = [f"{attribute!r} of {parameter!r}" for attribute, parameter in behind.items()]
+        _log.warning(
+            "plain tensor attributes lie in the memory of parameters that are trained, which initialize moves: %s (%d "
+            "in all). They keep the values of before. If forward reads them before it has set them anew: compute them "
+            "in forward from the parameter",
+            ", ".join(pairs[:4]),
+            len(pairs),
         )
 
 
@@ -406,8 +444,10 @@ def succeed(core: Core, model: nn.Module, config: Config, found: Partition, plan
     reducer, schedule = _drive(config, core.stage, core.collectives, core.pool, plan, units, core.step_state)
     reducer.take_over(core.reducer, core.layout)
     deferred_gather, blocks = _expect(config, core.stage, core.collectives, model, found, units)
+    written = _keep_written(config, core.collectives, plan, found, schedule, deferred_gather)
     new = replace(
         core,
+        written=written,
         partition=found,
         layout=plan,
         units=units,
@@ -434,6 +474,7 @@ def rules_of(config: Config, stage: stages.Stage, ranks: int) -> Rules:
         accumulate=which.accumulate if several else torch.float32,
         scaled=which.scales_loss,
         static=config.static_graph,
+        steps_unused=config.step_unused_parameters,
     )
 
 
@@ -459,6 +500,21 @@ def _drive(
     return reducer, schedule
 
 
+def _keep_written(
+    config: Config,
+    collectives: Collectives,
+    plan: Layout,
+    found: Partition,
+    schedule: Schedule,
+    deferred_gather: DeferredGather | None,
+) -> WrittenWeights:
+    """What the user's code writes into the weights that ``schedule`` moves is kept."""
+    coded = weight_coding_of(config) is not None and collectives.mesh.ranks > 1
+    written = WrittenWeights(schedule.units, plan, found, schedule.step_state, deferred_gather, coded=coded)
+    schedule.tell(written)
+    return written
+
+
 def _expect(
     config: Config,
     stage: stages.Stage,
@@ -479,10 +535,13 @@ def _expect(
 
 
 def _attach(core: Core, model: nn.Module, units: list[tuple[str, nn.Module]]) -> None:
-    core.note_seen()
+    core.written.note_seen()
     modules = {module: index for index, (_, module) in enumerate(units, start=1)}
-    trainable = [(i, p) for i, p in enumerate(core.partition.inside) if core.layout.parameters[i].trainable]
-    core.attachments.handles.extend(hooks.attach_gradients(core.schedule, trainable))
+    trainable = {i: p for i, p in enumerate(core.partition.inside) if core.layout.parameters[i].trainable}
+    names = [spec.name for spec in core.layout.parameters]
+    gradients = GradientHooks(core.schedule, trainable, names, core.mesh.rank, core.collectives.failures.report_outside)
+    core.schedule.call_when_complete(gradients.run)
+    core.attachments.handles.append(gradients)
     if (dtype := core.precision.inputs) is not None:
         core.attachments.handles.extend(hooks.attach_input_cast(model, dtype, core.mesh.platform.autocast_type))
     if not core.stage.moves_weights:
@@ -498,27 +557,34 @@ def _attach(core: Core, model: nn.Module, units: list[tuple[str, nn.Module]]) ->
             core.schedule.read_in_forward_only(index)
     core.attachments.handles.extend(hooks.attach_weights(core.schedule, model, modules))
     _watch(core, model, modules)
+    _attach_state_dicts(core, model)
 
-    def refuse() -> None:
-        if not core.attachments.open and not all(unit.summoned or not unit.members for unit in core.units):
-            raise UsageError(
-                "model.state_dict() while the weights are sharded would hold NaN: use engine.state_dict(), "
-                "engine.save_pretrained(dir), with a Trainer trainer.save_model(dir), each on every rank, or call it "
-                "inside `with engine.full_params():`"
-            )
 
+def _attach_state_dicts(core: Core, model: nn.Module) -> None:
+    """Weights that rest sharded have no values in a state dict, and take none from one."""
     places = {id(member.parameter): (unit, member.index) for unit in core.units for member in unit.members}
+
+    def value_of(parameter: nn.Parameter) -> Tensor | None:
+        """In a state dict: what is not summoned has none; the memory of a unit that is gathered now is taken back."""
+        if (given := core.attachments.whole.get(id(parameter))) is not None:
+            return given
+        for path, each in inner.parts_of(parameter):
+            unit, index = places.get(id(each), (None, 0))
+            if unit and not unit.is_summoned(index):
+                name = unit.name_of(index).removesuffix(path)
+                return stand_in(parameter, f"parameter {name!r} (rank {core.mesh.rank})")
+        return None
 
     def refuse_load(part: nn.Module) -> None:
         for parameter in (each for p in part.parameters(recurse=False) for _, each in inner.parts_of(p)):
             unit, index = places.get(id(parameter), (None, 0))
-            if unit and unit.state is UnshardState.SHARDED and not (core.attachments.open or unit.is_summoned(index)):
+            if unit and unit.state is UnshardState.SHARDED and not (core.attachments.reads or unit.is_summoned(index)):
                 raise UsageError(
                     "load_state_dict() while the weights are sharded would be lost: call engine.load_state_dict(...), "
                     "or load it inside `with engine.full_params(writable=True):`, on every rank, or before initialize"
                 )
 
-    core.attachments.handles.extend(hooks.attach_state_dict_guard(model, refuse))
+    core.attachments.handles.extend(hooks.attach_state_dict_names(model, value_of))
     core.attachments.handles.extend(hooks.attach_load_guard(model, refuse_load))
 
 

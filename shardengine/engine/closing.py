@@ -11,7 +11,9 @@ would take the gathers of an end for its own.
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 
 import torch
 from torch import nn
@@ -29,13 +31,35 @@ _APART = (
 )
 
 
+def _first_error() -> BaseException | None:
+    """What is on its way, or being handled, on this rank; None where that is no failure."""
+    error = sys.exception()
+    ends_well = isinstance(error, StopIteration | StopAsyncIteration | GeneratorExit) or (
+        isinstance(error, SystemExit) and not error.code
+    )
+    return None if ends_well else error
+
+
+@contextmanager
+def behind_the_first_error() -> Iterator[None]:
+    """In a ``finally`` or an ``except`` the error that is there already stays the one that is seen: one that is raised
+    inside of this is logged."""
+    first = _first_error()
+    try:
+        yield
+    except Exception as error:
+        if first is None:
+            raise
+        _log.warning("engine.close() after %s: %s: %s", type(first).__name__, type(error).__name__, error)
+
+
 def part(core: Core, *, saves: bool) -> str:
     """Say that this rank closes its engine, and wait for the others where that is needed ([Note: Collective or not]).
 
     "" where all that follows may be collective; otherwise why not. saves: some are to tell.
     """
     failures = core.collectives.failures
-    failures.leave("has closed its engine", Presence.CLOSING)
+    failures.leave("has closed its engine", Presence.CLOSING, error=_first_error())
     collective = core.stage.moves_weights or saves or (core.mesh.owned and core.mesh.made_default_group)
     if not collective and not failures.gave_up:
         return ""
@@ -103,6 +127,8 @@ def _agree(core: Core, restore: bool) -> bool:
 def _leave_weights(core: Core, model: nn.Module) -> None:
     core.await_weights()
     core.schedule.reshard_all()
+    with suppress(UsageError):  # of what was moved or cast
+        core.written.place()
     for unit in core.units:
         # what was moved to host memory is on this rank, all of it
         offloaded = any(flat_buffer.offloaded is not None for flat_buffer in unit.flat_buffers)

@@ -20,7 +20,7 @@ from shardengine.comm import Collectives, Mesh, Purpose, Work
 from shardengine.ddp import BufferSync, Reducer, StepState, Window
 from shardengine.errors import UsageError
 from shardengine.offload import BufferPool, Tiers
-from shardengine.runtime import Attachments, DeferredGather, Schedule, Unit, UnshardState, weight_bytes
+from shardengine.runtime import Attachments, DeferredGather, Schedule, Unit, WrittenWeights, weight_bytes
 from shardengine.sharding import Bucket, Layout, Partition, Precision, mark_weights, restore_poison
 
 
@@ -37,6 +37,7 @@ class Core:
     reducer: Reducer
     schedule: Schedule
     step_state: StepState
+    written: WrittenWeights
     buffers: BufferSync
     deferred_gather: DeferredGather | None
     attachments: Attachments
@@ -77,15 +78,8 @@ class Core:
                     f"a parameter was written while its weights were elsewhere (rank {self.mesh.rank}); the write is "
                     "lost. Write inside `with engine.full_params(writable=True):`"
                 )
-        self.adopt_written_weights()
-        hidden = () if self.deferred_gather is None else self.deferred_gather.hidden
-        for member in (member for unit in self.units for member in unit.misplaced(hidden)):
-            raise UsageError(
-                f"parameter {self.layout.parameters[member.index].name!r} was moved or cast after initialize "
-                f"(rank {self.mesh.rank}): it is now {member.parameter.dtype} on {member.parameter.device}, in "
-                "memory that the engine does not own; call .to(), .half() and the like before initialize, and do not "
-                "unfreeze what several engines share"
-            )
+        self.adopt_written_weights(masters=False)
+        self.written.refuse_moved()
 
     def unfrozen(self) -> dict[str, nn.Parameter]:
         """The parameters that were frozen when the layout was made and are not now, by name."""
@@ -99,36 +93,12 @@ class Core:
     def note_stepped(self) -> None:
         """The weights are new: a graph from before the step refuses backward, as after any torch optimizer's step."""
         torch.autograd.graph.increment_version(self.partition.inside)
-        self.note_seen()
+        self.written.note_seen()
 
-    def note_seen(self) -> None:
-        """What was written into parameters so far is known."""
-        self.attachments.versions[:] = self._versions()
-
-    def _versions(self) -> list[int]:
-        with torch._C.DisableTorchFunctionSubclass():  # poison is asked as fast as any other tensor
-            return [parameter._version for parameter in self.partition.inside]
-
-    def adopt_written_weights(self) -> None:
-        """Master weights follow where somebody wrote into a low-precision parameter (``module.load_state_dict``).
-
-        The first time all weights are compared with their masters, so that an initialisation through
-        ``parameter.data``, which torch does not count, is not lost; but not on disk, where that would read all masters.
-        """
-        written = self.attachments.versions != self._versions()
-        if not written and (self.attachments.compared or self.step_state.must_be_stepped):
-            return
-        if self.step_state.must_be_stepped:
-            raise UsageError(
-                f"a parameter was written after the last step (rank {self.mesh.rank}), which was noticed when backward "
-                "had stepped master weights (offload_optimizer.step_in_backward): expected writes before engine(...) "
-                "or engine.backward(...). engine.reset() on every rank finishes the step; the write is lost"
-            )
-        self.note_seen()
-        self.attachments.note_compared()
-        for bucket in (b for unit in self.units for b in unit.buckets() if unit.state is UnshardState.UNSHARDED):
-            if written or not bucket.state_store.in_file:
-                bucket.adopt_weights()
+    def adopt_written_weights(self, *, masters: bool = True) -> None:
+        """What the user's code has written into weights counts; master weights, which are used next (masters), follow
+        where it was low-precision ones (``module.load_state_dict``)."""
+        self.written.adopt(masters=masters)
 
     def weight_bytes(self) -> Counter[str]:
         """Bytes that hold weights at this moment, by tier; frozen ones outside of flat buffers are included."""

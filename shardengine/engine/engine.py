@@ -8,7 +8,7 @@ divides the loss, autograd hands each gradient to the reducer, whose end closes 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from contextlib import closing as closing_of
 from pathlib import Path
@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardengine import other_engines
 from shardengine.comm import Collectives, Mesh, run_on_all_ranks
-from shardengine.config import NOT_CLIPPED, Config, load_config, load_or_default
+from shardengine.config import Config, load_config, load_or_default
 from shardengine.ddp import Phase
 from shardengine.engine import (
     arguments,
@@ -34,6 +34,7 @@ from shardengine.engine import (
     joining,
     loading_weights,
     monitors,
+    notices,
     offload_states,
     optimizer_dict,
     overflow,
@@ -46,7 +47,7 @@ from shardengine.engine.core import Core
 from shardengine.engine.inspection import Inspection, Report, attached, check_free
 from shardengine.engine.monitors import Monitor, Monitors
 from shardengine.engine.recovery import ForWith, reports_failure, reports_failure_with
-from shardengine.engine.shard_groups import group_size, in_shard_groups, mesh_of
+from shardengine.engine.shard_groups import check_beside, check_clips, group_size, in_shard_groups, mesh_of
 from shardengine.engine.tracing import traced
 from shardengine.errors import UsageError
 from shardengine.loading import Source, Weights
@@ -61,7 +62,7 @@ from shardengine.optim import (
     lend,
     lr_schedules,
 )
-from shardengine.runtime import casting
+from shardengine.runtime import casting, hooks, transforms
 
 if TYPE_CHECKING:
     from shardengine.checkpoint import Checkpoint
@@ -100,11 +101,12 @@ class Engine(Inspection):
         self._window = self._core.window
         self._verdict: Verdict | None = None
         self._buffers_sent, self._buffers_travel = False, True
+        self._has_seen_batch = mesh.rank > 0
         self._report = Report()
         self._monitors = Monitors(self.config.monitor, monitors, mesh.rank, mesh.platform)
         attached.add(model)
         self._is_open = True
-        recovery.say_when_let_go(self._core.collectives)
+        recovery.tell_other_ranks(self._core.collectives)
 
     def _build(
         self,
@@ -124,16 +126,13 @@ class Engine(Inspection):
             monitors.check(user_monitors)
             resolved = reads(mesh.ranks)
             group_size(resolved, mesh)
+            check_beside(resolved, mesh)
             form = groups_for(self.module, resolved, optimizer, parameters)
             return resolved, form, Source.of(self.module, weights, f" (rank {mesh.rank})")
 
         self.config, form, source = run_on_all_ranks(start, "reading config and optimizer", read)
         mesh = in_shard_groups(self.config, mesh, start)
-        told = [notice for notice in self.config.notices if notice != NOT_CLIPPED]
-        if told and mesh.rank == 0:
-            _log.warning("of the config: %s", "; ".join(told))
-        if form.notice and mesh.rank == 0:
-            _log.warning("%s", form.notice)
+        notices.tell(self.config, form.notice, optimizer, lr_scheduler, mesh)
         scheduled = lr_scheduler is not None or self.config.scheduler is not None
         needs = form.needs(scheduled=scheduled, averages=self.config.ema.decay is not None)
         with nullcontext() if source is None else closing_of(source):
@@ -172,13 +171,16 @@ class Engine(Inspection):
     @reports_failure("forward")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward; its output comes back as it is."""
-        self._need_core().verify_parameters()
-        core = self._core = rebuild.follow(self._core, self.module, self.config, self.optimizer)
-        core.schedule.restart()
-        if torch.is_grad_enabled():
-            self._send_buffers()
-        elif core.stage.moves_weights:
-            core.step_state.require("a call of every rank", "a forward without grad")
+        with transforms.outside():
+            self._need_core().verify_parameters()
+            core = self._core = rebuild.follow(self._core, self.module, self.config, self.optimizer)
+            core.schedule.restart()
+            if torch.is_grad_enabled():
+                self._send_buffers()
+                if not self._has_seen_batch:
+                    self._look_at_batch(args, kwargs)
+            elif core.stage.moves_weights:
+                core.step_state.require("a call of every rank", "a forward without grad")
         try:
             with core.precision.forward(core.mesh.platform.autocast_type):
                 return self.module(*args, **kwargs)
@@ -189,6 +191,12 @@ class Engine(Inspection):
             raise
 
     forward = __call__
+
+    def _look_at_batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Of the first batch rank 0 says whether it is as large as the config has it."""
+        self._has_seen_batch = True
+        if notice := notices.about_batch(self.train_micro_batch_size_per_gpu(), args, kwargs):
+            _log.warning("%s", notice)
 
     def _send_buffers(self) -> None:
         """Once in a window of training: those of rank 0, or of a rank that has data, to all. A rank without data does
@@ -226,7 +234,6 @@ class Engine(Inspection):
             )
         schedule = self._need_core().schedule
         schedule.finish_open_backward()
-        self._core.adopt_written_weights()
         self._core.step_state.require("backward")
         if self.optimizer is not None:
             self.optimizer.refuse_late_hooks()
@@ -247,6 +254,20 @@ class Engine(Inspection):
             raise
         self._monitors.add_loss(loss, scale, divided=not divide)
         return scaled.detach()
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """``loss`` with the loss scale of fp16, for a ``backward()`` of its own, which comes next; else ``loss``."""
+        schedule, optimizer = self._need_core().schedule, self._need_optimizer("scale()")
+        if not isinstance(loss, Tensor) or not loss.requires_grad or loss.numel() != 1:
+            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise UsageError(f"scale: expected a scalar loss with a graph, got {shape}")
+        scale = optimizer.loss_scale
+        self._core.reducer.note_scale(scale)
+        if not self._core.reducer.rules.scaled:
+            return loss
+        scaled = loss.float() * scale
+        hooks.attach_scale(schedule, scaled)
+        return scaled
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Micro-batches inside are accumulated full-size on this rank and neither communicate nor end the window."""
@@ -350,6 +371,7 @@ class Engine(Inspection):
         After another exception in the middle of the update ``reset()`` finishes it; on one rank so does another call.
         """
         core, optimizer, window = self._need_core(), self._need_optimizer("step()"), self._window
+        flush = flush or not window.managed
         core.schedule.finish_open_backward()
         core.step_state.require("step()")
         if flush:
@@ -363,7 +385,7 @@ class Engine(Inspection):
         if not core.step_state.is_agreed:
             if core.step_state.phase is not Phase.REDUCED:
                 core.reducer.flush()
-            core.reducer.finish_gradients()
+            core.schedule.complete_gradients()
         optimizer.call_pre_hooks()
         core.reducer.views.adopt()
         if core.reducer.views.changed:
@@ -520,6 +542,7 @@ class Engine(Inspection):
         core, optimizer = self._need_core(), self._need_optimizer("clip_grad_norm_()")
         core.schedule.finish_open_backward()
         core.step_state.require("clip_grad_norm_")
+        check_clips(core.mesh)
         return optimizer.clip_next_step(float(max_norm), None if norm_type is None else float(norm_type))
 
     # Whole parameters
@@ -531,7 +554,8 @@ class Engine(Inspection):
         """Parameters (all, or ``names``) are full inside the ``with``; collective.
 
         Gathered are the buckets that hold some of ``names`` which no outer ``full_params`` shows.
-        writable: what rank 0 wrote is what every rank has afterwards. Otherwise writes to sharded weights are lost.
+        writable: what rank 0 wrote is what every rank has afterwards. Otherwise each rank's writes count, which must be
+        the same on all (MismatchError in the next step).
         """
         return full_access.full_params(self._need_core(), names, writable=writable)
 
@@ -577,7 +601,8 @@ class Engine(Inspection):
     def state_dict(self, *, trainable_only: bool = False) -> dict[str, Any]:
         """The full state dict on the CPU of rank 0, {} elsewhere; collective.
 
-        trainable_only: without frozen parameters, which are then not gathered (adapters without their base model).
+        trainable_only: without frozen parameters, which are then not gathered (adapters without their base model);
+        what peft saves of an adapter is in it, trained or not.
         """
         return export.full_state_dict(self._need_core(), self.module, trainable_only=trainable_only)
 
@@ -585,10 +610,11 @@ class Engine(Inspection):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Weights and buffers from a whole state dict, as ``torch.nn.Module.load_state_dict``; collective, any stage.
 
-        state_dict: whole on rank 0, whose values count; there or {} elsewhere. Master weights follow, and keep their
-        bits where the weights still fit. Returns missing_keys and unexpected_keys; UsageError where there are any and
-        ``strict``, or another shape: nothing has changed then, unless a module of yours translates keys itself. assign:
-        False, the engine's buckets hold the weights.
+        state_dict: whole on rank 0, whose values count; there or {} elsewhere. Hooks and modules that load in a way of
+        their own run on every rank that has it. Master weights follow, and keep their bits where the weights still fit.
+        Returns missing_keys and unexpected_keys; UsageError where there are any and ``strict``, or another shape:
+        nothing has changed then, except in a model with quantised modules, which load last. assign: False, the
+        engine's buckets hold the weights.
         """
         return loading_weights.load(self._need_core(), self.module, state_dict, strict=strict, assign=assign)
 
@@ -621,13 +647,15 @@ class Engine(Inspection):
         client_state: dict[str, Any] | None = None,
         *,
         frozen: bool = True,
+        latest: bool = True,
     ) -> Path:
         """Write weights, optimizer, scheduler, counters and random states to ``directory/tag``; collective.
 
         Of the steps that are complete: those micro-batches of the next one that were run are left out, which is told.
         tag: default ``step-`` and the steps so far in 8 digits; one that is there is replaced once the new one is
         whole. client_state: JSON, rank 0's is kept. frozen: False leaves frozen parameters out (adapters without their
-        base model); it is loaded into engines that have the same ones. A failure raises on every rank and leaves the
+        base model, but with all that peft saves of them); it is loaded into engines that have the same ones. latest:
+        False (rank 0's counts) leaves the file ``latest`` as it is. A failure raises on every rank and leaves the
         previous one intact. With ``"checkpoint": {"async_save": true}`` it returns when weights and buffers are copied
         to host memory, and the next step waits until the optimizer's states are; a failure is then raised by the next
         call that saves (when its own is under way), loads or waits, or by ``close()``.
@@ -636,7 +664,7 @@ class Engine(Inspection):
 
         self._need_core()
         self._settle()
-        return checkpoint.save(self, directory, tag, client_state, frozen=frozen)
+        return checkpoint.save(self, directory, tag, client_state, frozen=frozen, latest=latest)
 
     @reports_failure("wait_for_checkpoint")
     def wait_for_checkpoint(self) -> None:
@@ -649,7 +677,13 @@ class Engine(Inspection):
 
     @reports_failure("load_checkpoint")
     def load_checkpoint(
-        self, directory: str | Path, tag: str | None = None, *, strict: bool = True, weights_only: bool = False
+        self,
+        directory: str | Path,
+        tag: str | None = None,
+        *,
+        strict: bool = True,
+        weights_only: bool = False,
+        without: Collection[str] = (),
     ) -> Checkpoint:
         """Go on from a checkpoint of any number of ranks, stage and precision; collective.
 
@@ -658,6 +692,8 @@ class Engine(Inspection):
         strict: UsageError lists everything that the model and the checkpoint do not have in common. False takes what
         fits, the rest keeps its values, and states of what was not stepped before begin at zero; another shape, kind of
         dtype or optimizer is refused all the same. weights_only: no optimizer, scheduler, counters and random states.
+        without: "scheduler", "optimizer" (its states and options, learning rates included, and the random states), or
+        both, keep what they have; all else goes on.
 
         CheckpointError: damaged. An engine that has trained is not changed by either; one that has not may be partly
         loaded by a damaged checkpoint, and refuses to train until a whole one is. Also the way on where ``reset()``
@@ -667,7 +703,7 @@ class Engine(Inspection):
 
         self._need_core()
         self._settle()
-        return checkpoint.load(self, directory, tag, strict=strict, weights_only=weights_only)
+        return checkpoint.load(self, directory, tag, strict=strict, weights_only=weights_only, without=without)
 
     # Freeing the device between two phases of a program
 
@@ -692,6 +728,7 @@ class Engine(Inspection):
     def _need_core(self) -> Core:
         core = self._open_core()
         core.step_state.require("any")
+        core.attachments.end_passing()
         return core
 
     # Mode, end
@@ -711,10 +748,14 @@ class Engine(Inspection):
         restore: False gathers nothing. Weights that are sharded stay so, in their tiers, without the optimizer's
         states, and the module refuses to be used until ``initialize`` is called with it on the same ranks, with any
         config: that engine begins with the same bits, those of master weights included. CommunicationError where
-        weights are sharded and another rank does not close its engine at this place.
+        weights are sharded and another rank does not close its engine at this place. In a ``finally`` or an ``except``
+        an error of this call is logged, and the first one is seen.
         """
-        if not self.is_open:
-            return
+        if self.is_open:
+            with closing.behind_the_first_error():
+                self._close(restore=restore)
+
+    def _close(self, *, restore: bool) -> None:
         with self._core.collectives.failures.reports_failure("close", lambda _: "at its start"):
             self._core.step_state.require("close()" if restore else "close(restore=False)")
         alone = closing.part(self._core, saves=self._saves is not None)

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardengine.comm import Purpose, compare, run_on_all_ranks
+from shardengine.engine import adapters
 from shardengine.engine.core import Core
 from shardengine.engine.gathering import gathered
 from shardengine.errors import CheckpointError, UsageError
@@ -25,20 +26,27 @@ from shardengine.sharding import WEIGHT, FullTensors, inner, join, shaped
 def full_state_dict(core: Core, module: nn.Module, *, trainable_only: bool = False) -> dict[str, Any]:
     """The whole state dict on rank 0 (CPU), bucket by bucket; {} elsewhere; collective. See ``Engine.state_dict``."""
     core.step_state.require("state_dict")
-    left_out = _begin(core, "state_dict", trainable_only=trainable_only)
+    left_out = _begin(core, module, "state_dict", trainable_only=trainable_only)
     values = _whole_values(core, left_out)
-    return run_on_all_ranks(core.collectives, "state_dict()", lambda: _assemble(core, module, values, left_out))
+    state = run_on_all_ranks(core.collectives, "state_dict()", lambda: _assemble(core, module, values, left_out))
+    adapters.show(core, module, state)
+    core.attachments.whole.update(values)  # while the caller has them, the module's own state dict shows them, too
+    return state
 
 
-def _begin(core: Core, call: str, *, trainable_only: bool) -> set[int]:
+def _begin(core: Core, module: nn.Module, call: str, *, trainable_only: bool) -> set[int]:
     """All ranks mean the same ``call``; ids of the parameters that are left out; collective."""
-    known = core.partition.first_names()
-    every = [*core.partition.names.values(), *core.partition.around.values()]
-    frozen = {id(p) for p in every if trainable_only and not p.requires_grad}
     compare(core.collectives, {"call": [f"{call} with trainable_only={trainable_only}"]})
-    if trainable_only:
-        compare(core.collectives, {f"list of frozen parameters in {call}": sorted(known[each] for each in frozen)})
-    return frozen | {id(p) for p in core.partition.ignored.values() if trainable_only and not p.requires_grad}
+    if not trainable_only:
+        adapters.compute(core, module)
+        return set()
+    kept, partition = adapters.saved(core, module), core.partition
+    shared, own = [*partition.names.items(), *partition.around.items()], [*partition.ignored.items()]
+    spared = {id(p) for name, p in [*shared, *own] if name in kept}
+    frozen = {id(p) for _, p in shared if not p.requires_grad} - spared
+    known = partition.first_names()
+    compare(core.collectives, {f"list of frozen parameters in {call}": sorted(known[each] for each in frozen)})
+    return frozen | ({id(p) for _, p in own if not p.requires_grad} - spared)
 
 
 def _whole_values(core: Core, left_out: set[int]) -> dict[int, Tensor]:
@@ -61,8 +69,7 @@ def _assemble(core: Core, module: nn.Module, values: dict[int, Tensor], left_out
     """The module's state dict with ``values`` in the place of its parameters; rank 0 alone."""
     if core.mesh.rank != 0:
         return {}
-    with core.attachments.state_dict_allowed():
-        every = module.state_dict(keep_vars=True)
+    every = module.state_dict(keep_vars=True)
     shown = {name: value for name, value in every.items() if id(value) not in left_out}
     copies: dict[int, Any] = {}
     for value in shown.values():
@@ -93,14 +100,16 @@ def save_pretrained(core: Core, module: nn.Module, directory: str | Path, *, tra
             "out with random values; expected a model with PEFT adapters, or a plain module. Save the whole model, or "
             "engine.state_dict(trainable_only=True)"
         )
-    left_out = _begin(core, "save_pretrained", trainable_only=trainable_only)
+    left_out = _begin(core, module, "save_pretrained", trainable_only=trainable_only)
     values = _whole_values(core, left_out)
 
     def write() -> None:
         from safetensors import SafetensorError
 
         try:
-            _replace(core, module, _assemble(core, module, values, left_out), Path(directory))
+            state = _assemble(core, module, values, left_out)
+            adapters.show(core, module, state)
+            _replace(module, state, Path(directory))
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
                 f"the model could not be written to {directory}: {error}; what was there before is intact"
@@ -110,12 +119,12 @@ def save_pretrained(core: Core, module: nn.Module, directory: str | Path, *, tra
     run_on_all_ranks(core.collectives, what, write if core.mesh.rank == 0 else lambda: None)
 
 
-def _replace(core: Core, module: nn.Module, state: dict[str, Any], target: Path) -> None:
+def _replace(module: nn.Module, state: dict[str, Any], target: Path) -> None:
     """Write beside ``target`` and move in what was written."""
     target.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
-        _write(core, module, state, work)
+        _write(module, state, work)
         target.mkdir(exist_ok=True)
         for path in work.iterdir():
             os.replace(path, target / path.name)
@@ -128,11 +137,10 @@ def _has_adapters(module: nn.Module) -> bool:
     return hasattr(module, "peft_config") or bool(getattr(module, "_hf_peft_config_loaded", False))
 
 
-def _write(core: Core, module: nn.Module, state: dict[str, Any], directory: Path) -> None:
+def _write(module: nn.Module, state: dict[str, Any], directory: Path) -> None:
     save = getattr(module, "save_pretrained", None)  # Hugging Face models have it, plain modules do not
     if save is not None:
-        with core.attachments.state_dict_allowed():  # peft asks its own modules for the names in theirs
-            save(directory, state_dict=state)
+        save(directory, state_dict=state)
         return
 
     from safetensors.torch import save_file

@@ -46,6 +46,7 @@ def full_params(core: Core, names: Iterable[str] | None, *, writable: bool) -> I
     """Whole parameters inside the ``with``; collective. See ``Engine.full_params``."""
     core.step_state.require("a call of every rank", f"full_params({'writable=True' if writable else ''})")
     core.await_weights()
+    core.adopt_written_weights()
     chosen = _agree_on_names(core, "full_params", names, writable)
     wanted = _members_of(core, None if names is None else chosen)
     if writable:
@@ -60,13 +61,33 @@ def _shown(core: Core, wanted: dict[Unit, set[int]], chosen: list[str], *, writa
         try:
             yield
         finally:
-            with torch.no_grad():
-                if writable:
-                    _broadcast_outside(core, chosen)
+            try:
+                _end(core, summoned, wanted, chosen, writable=writable)
+            except BaseException:
                 for unit, held in summoned:
-                    unit.release_summoned(core.collectives, held, writable=writable)
-                if writable and not core.stage.moves_weights:
-                    _broadcast(core, wanted)
+                    unit.let_go(held)
+                raise
+
+
+_Held = list[tuple[Unit, Summoned]]
+
+
+@torch.no_grad()
+def _end(core: Core, summoned: _Held, wanted: dict[Unit, set[int]], chosen: list[str], *, writable: bool) -> None:
+    if writable:
+        core.written.place()
+        _broadcast_outside(core, chosen)
+    for unit, held in summoned:
+        unit.release_summoned(core.collectives, held, writable=writable)
+    if writable and not core.stage.moves_weights:
+        _broadcast(core, wanted)
+    if writable:
+        core.written.note_seen(inside=not core.stage.moves_weights)
+        core.step_state.writes.forget({*chosen, *_names_in(core, wanted)})
+
+
+def _names_in(core: Core, wanted: dict[Unit, set[int]]) -> Iterator[str]:
+    return (core.layout.parameters[index].name for members in wanted.values() for index in members)
 
 
 def _summon(core: Core, wanted: dict[Unit, set[int]]) -> list[tuple[Unit, Summoned]]:

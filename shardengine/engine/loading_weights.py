@@ -1,16 +1,23 @@
 """``engine.load_state_dict``: a whole state dict of the model into weights that may be sharded.
 
-Owns: which keys the model has, the order of modules. Must not know: how weights are gathered and written back
-(``full_access``), the optimizer.
+Owns: what a load would write, and when it may; the order of modules. Must not know: how weights are gathered and
+written back (``full_access``), the optimizer.
 
-Module after module is loaded as torch does it, with the hooks of each; those whose weights are gathered together come
-together, so that no more is whole at a time than one unit. Rank 0's values are everybody's.
+[Note: Read, then written] torch loads module after module: each one's hooks and its own ``_load_from_state_dict`` may
+rename and change what is left of the dict for it and its children, and what fits is copied at once. So whether a dict
+fits is known when half of it was loaded. Here every rank that has the dict first lets each module load into stand-ins,
+which remember what would be written; a module's code runs once. When all ranks have found that it fits, what was
+remembered is written: weights on rank 0, whose values are everybody's, those that are gathered together at once, so
+that no more is whole at a time than one unit; buffers and extra states on each rank. Code of a module that reads the
+weight which it loads over would need it whole, and is refused. Modules with quantised weights, which are objects around
+other tensors, load for themselves, on rank 0, when the rest is written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,75 +38,50 @@ def load(core: Core, module: nn.Module, given: Any, *, strict: bool, assign: boo
     core.schedule.finish_open_backward()
     core.step_state.require("load_state_dict")
     compare(core.collectives, {"call": [f"load_state_dict(strict={strict})"]})
-    has = run_on_all_ranks(
-        core.collectives, "load_state_dict()", lambda: _check(core, module, given, strict=strict, assign=assign)
-    )
-    state = dict(given)
-    found = _Found(state, getattr(given, "_metadata", None))
-    with _kept(core.partition.ignored.values()):
-        for names, modules in _runs(core, module):
-            if not names:
-                found.load_all(modules if core.mesh.rank == 0 else ())
-                continue
-            with full_params(core, names, writable=True):
-                found.load_all(modules if core.mesh.rank == 0 else ())
-    if core.mesh.rank != 0 and has:
-        found.set_extra_states(module)
-    run_on_all_ranks(core.collectives, "load_state_dict()", found.raise_if_failed)
+    runs, is_first = _runs(core, module), core.mesh.rank == 0
+
+    def read() -> _Reading | None:
+        if not _check(core, module, given, assign=assign):
+            return None
+        found = _Reading(dict(given), getattr(given, "_metadata", None), f"load_state_dict (rank {core.mesh.rank})")
+        with core.attachments.loading():
+            found.read(module)
+        found.settle(module, strict=strict)
+        return found
+
+    reading = run_on_all_ranks(core.collectives, "load_state_dict()", read)
+    ignored = {id(parameter) for parameter in core.partition.ignored.values()}
+    for names, modules in runs:
+        with full_params(core, names, writable=True) if names else nullcontext():
+            if is_first and reading is not None:
+                reading.write(modules, ignored)
+
+    def end() -> tuple[list[str], list[str]]:
+        if reading is None:
+            return [], []
+        reading.end(module)
+        return reading.missing, reading.unexpected
+
+    told = run_on_all_ranks(core.collectives, "load_state_dict()", end)
     core.buffers.broadcast(persistent_only=True)
-    told = [found.missing, found.unexpected]
-    missing, unexpected = core.collectives.exchange_objects(told, "load_state_dict()")[0]
-    keys = _IncompatibleKeys(missing, unexpected)
-
-    def end() -> None:
-        if core.mesh.rank == 0:
-            found.run_post_hooks(module, keys)
-            if strict and (missing or unexpected):
-                raise UsageError(_unfit(missing, unexpected) + "; the rest was loaded")
-
-    run_on_all_ranks(core.collectives, "load_state_dict()", end)
-    return keys
+    return _IncompatibleKeys(*core.collectives.exchange_objects(told, "load_state_dict()")[0])
 
 
-@contextmanager
-def _kept(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Parameters that are the user's alone keep their values, on rank 0 as on others."""
-    before = [(parameter, parameter.detach().clone()) for parameter in parameters]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for parameter, values in before:
-                parameter.copy_(values)
-
-
-def _check(core: Core, module: nn.Module, given: Any, *, strict: bool, assign: bool) -> bool:
-    """Whether this rank has a dict, which fits as far as can be known before it is loaded."""
+def _check(core: Core, module: nn.Module, given: Any, *, assign: bool) -> bool:
+    """Whether this rank has a dict."""
     where = f"load_state_dict (rank {core.mesh.rank})"
     if assign:
         raise UsageError(f"{where}: expected assign=False, the engine's buckets hold the weights; values are copied")
     if not isinstance(given, Mapping):
         raise UsageError(f"{where}: expected a model's state dict, got {type(given).__name__}")
+    if not given and core.mesh.rank == 0:
+        raise UsageError(f"{where}: expected the whole state dict on rank 0, or on every rank, got {{}}")
     if not given:
-        if core.mesh.rank == 0:
-            raise UsageError(f"{where}: expected the whole state dict on rank 0, or on every rank, got {{}}")
-        extra = [name for name in _names(core, module) if name.endswith(_EXTRA_STATE_KEY_SUFFIX)]
-        if extra:
-            raise UsageError(f"{where}: expected the whole dict on every rank, because it has {extra[0]!r}; got {{}}")
-        return False
-    expected = _names(core, module)
-    for name in expected.keys() & given.keys():
-        ours, value = expected[name], given[name]
-        if not isinstance(ours, Tensor) or name.endswith(_EXTRA_STATE_KEY_SUFFIX):
-            continue
-        if not isinstance(value, Tensor) or (value.shape != ours.shape and (ours.dim() or value.numel() != 1)):
-            came = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise UsageError(f"{where}: {name!r}: expected shape {tuple(ours.shape)}, got {came}; nothing was loaded")
-    if strict and not _translates(module):
-        missing, unexpected = sorted(expected.keys() - given.keys()), sorted(given.keys() - expected.keys())
-        if missing or unexpected:
-            raise UsageError(f"{where}: {_unfit(missing, unexpected)}; nothing was loaded")
-    return True
+        for prefix, part in module.named_modules():
+            if type(part).set_extra_state is not nn.Module.set_extra_state:
+                name = f"{prefix}.{_EXTRA_STATE_KEY_SUFFIX}" if prefix else _EXTRA_STATE_KEY_SUFFIX
+                raise UsageError(f"{where}: expected the whole dict on every rank, because it has {name!r}; got {{}}")
+    return bool(given)
 
 
 def _unfit(missing: list[str], unexpected: list[str]) -> str:
@@ -113,25 +95,6 @@ def _unfit(missing: list[str], unexpected: list[str]) -> str:
         if all(name.startswith(prefix) for name in unexpected):
             way = f"take {prefix!r} off the keys, which DistributedDataParallel or torch.compile has put before them"
     return f"the state dict does not fit the model: {'; '.join(texts)} ({way})"
-
-
-def _names(core: Core, module: nn.Module) -> dict[str, Any]:
-    """The keys of the model's state dict, with what stands for their values."""
-    with core.attachments.state_dict_allowed():
-        return dict(module.state_dict(keep_vars=True))
-
-
-def _translates(module: nn.Module) -> bool:
-    """Whether some module changes the keys that it is given, so that only loading tells which are missing."""
-    return any(
-        type(part)._load_from_state_dict is not nn.Module._load_from_state_dict
-        or any(not _is_ours(hook) for hook in part._load_state_dict_pre_hooks.values())
-        for part in module.modules()
-    )
-
-
-def _is_ours(hook: Any) -> bool:
-    return type(getattr(hook, "hook", hook)).__module__.startswith("shardengine.")
 
 
 def _runs(core: Core, module: nn.Module) -> list[tuple[list[str], list[_Module]]]:
@@ -150,46 +113,188 @@ def _runs(core: Core, module: nn.Module) -> list[tuple[list[str], list[_Module]]
     return [(names, modules) for _, names, modules in runs]
 
 
-class _Found:
-    """What loading modules of ``state`` has found; an error of one ends it."""
+class _Slot(nn.Parameter):
+    """What stands for a parameter while a dict is read: its shape, and what would be written to it."""
 
-    def __init__(self, state: dict[str, Any], metadata: Any) -> None:
+    writes: list[tuple[Any, tuple[Any, ...], dict[str, Any]]]
+    device_of: torch.device
+
+    @staticmethod
+    def of(parameter: nn.Parameter) -> _Slot:
+        """One for ``parameter``."""
+        slot = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta").as_subclass(_Slot)
+        slot.writes, slot.device_of = [], parameter.device
+        return slot
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Writes are remembered; what needs no value is answered."""
+        options = kwargs or {}
+        slot, name = args[0] if args else None, getattr(function, "__name__", "")
+        if not isinstance(slot, _Slot):
+            raise _ReadsWeight(name)
+        if function == _DEVICE:
+            return slot.device_of
+        if function == _IS_META:
+            return slot.device_of.type == "meta"
+        if function in _ITSELF:
+            return slot
+        if function == _ASSIGNS_DATA:
+            slot.writes.append((Tensor.copy_, args[1:], {}))
+            return None
+        if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+            if any(isinstance(each, _Slot) for each in (*args[1:], *options.values())):
+                raise _ReadsWeight(name)
+            slot.writes.append((function, args[1:], options))
+            return slot
+        if name not in _OF_SHAPE:
+            raise _ReadsWeight(name)
+        with torch._C.DisableTorchFunctionSubclass():
+            answer = function(*args, **options)
+        if isinstance(answer, Tensor):
+            raise _ReadsWeight(name)
+        return answer
+
+
+class _ReadsWeight(Exception):
+    """Of a stand-in, whose values somebody asked for."""
+
+
+_DEVICE, _IS_META = Tensor.device.__get__, Tensor.is_meta.__get__  # type: ignore[attr-defined]
+_ASSIGNS_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_ITSELF = (Tensor.data.__get__, Tensor.detach, Tensor.requires_grad_)  # type: ignore[attr-defined]
+_OF_SHAPE = {"__get__", "dim", "numel", "size", "stride", "element_size", "is_floating_point", "is_complex", "__len__"}
+
+
+@dataclass
+class _Read:
+    """What one module would write: its parameters' stand-ins, values of its buffers, extra states."""
+
+    slots: dict[str, _Slot]
+    buffers: dict[str, tuple[Tensor, Tensor]]
+    extra: list[Any]
+
+
+class _Reading:
+    """What loading ``state`` would write ([Note: Read, then written])."""
+
+    def __init__(self, state: dict[str, Any], metadata: Any, where: str) -> None:
         self.missing: list[str] = []
         self.unexpected: list[str] = []
-        self._state = state
-        self._metadata = metadata
+        self._metadata, self._where = metadata, where
         self._problems: list[str] = []
-        self._failure: Exception | None = None
+        self._read: dict[int, _Read] = {}
+        self._left: dict[str, dict[str, Any]] = {"": state}  # for each module, from the module around it
+        self._strict = self._told = False
 
-    def load_all(self, modules: Any) -> None:
-        """Torch's own way for each module."""
+    def read(self, module: nn.Module) -> None:
+        """Each module in torch's order, with its hooks; children get what is left of the dict then."""
+        for prefix, part in module.named_modules(remove_duplicate=False):
+            if prefix:
+                above = self._left[prefix.rpartition(".")[0]]
+                self._left[prefix] = {key: value for key, value in above.items() if key.startswith(f"{prefix}.")}
+            owns = map(inner.own_class, part.parameters(recurse=False))
+            if isinstance(part, torch.jit.ScriptModule) or any(own is not nn.Parameter for own in owns):
+                continue
+            self._read_one(prefix, part)
+
+    def _read_one(self, prefix: str, part: nn.Module) -> None:
+        parameters, buffers = dict(part._parameters), dict(part._buffers)
+        if (done := self._read.get(id(part))) is None:  # else it has several names
+            slots = {name: _Slot.of(p) for name, p in parameters.items() if p is not None}
+            copies = {name: (b, b.clone()) for name, b in buffers.items() if b is not None}
+            done = self._read[id(part)] = _Read(slots, copies, [])
+        kept = vars(part).get("set_extra_state", done)
+        part._parameters.update(done.slots)
+        part._buffers.update({name: copy for name, (_, copy) in done.buffers.items()})
+        vars(part)["set_extra_state"] = done.extra.append
+        try:
+            self._load(prefix, part)
+            self._check_kept(prefix, part, done)
+        except _ReadsWeight as error:
+            raise UsageError(
+                f"{self._where}: module {prefix!r} ({type(part).__name__}) reads a weight while it loads it ({error}): "
+                "expected that inside `with engine.full_params(writable=True):`, on every rank, with "
+                "engine.module.load_state_dict(...); nothing was loaded"
+            ) from error
+        finally:
+            for name, (buffer, copy) in done.buffers.items():
+                done.buffers[name] = buffer, copy if (loaded := part._buffers[name]) is None else loaded
+            part._parameters.update(parameters)
+            part._buffers.update(buffers)
+            vars(part).pop("set_extra_state")
+            if kept is not done:
+                vars(part)["set_extra_state"] = kept
+
+    def _check_kept(self, prefix: str, part: nn.Module, read: _Read) -> None:
+        """``UsageError`` where the module has put another parameter in the place of its own."""
+        for name, slot in read.slots.items():
+            if part._parameters.get(name) is not slot:
+                raise UsageError(
+                    f"{self._where}: module {prefix!r} ({type(part).__name__}) replaces its parameter {name!r} while "
+                    f"it loads: expected a copy into it, self.{name}.copy_(value); nothing was loaded"
+                )
+
+    def _load(self, prefix: str, part: nn.Module) -> None:
+        before = f"{prefix}." if prefix else ""
+        metadata = {} if self._metadata is None else self._metadata.get(prefix, {})
+        found = self.missing, self.unexpected, self._problems
+        part._load_from_state_dict(self._left[prefix], before, metadata, True, *found)
+
+    def settle(self, module: nn.Module, *, strict: bool) -> None:
+        """``UsageError`` where the dict does not fit. Hooks that run after a load may pass over keys, as in torch."""
+        self._strict = strict
+        if self._problems:
+            told = "; ".join(problem.rstrip(".") for problem in self._problems)
+            raise UsageError(f"{self._where}: {told}; nothing was loaded")
+        if strict and (self.missing or self.unexpected):
+            self._run_post_hooks(module)
+            if self.missing or self.unexpected:
+                raise UsageError(f"{self._where}: {_unfit(self.missing, self.unexpected)}; nothing was loaded")
+
+    def write(self, modules: Iterable[_Module], ignored: Collection[int]) -> None:
+        """The parameters of ``modules``, which are whole; ``ignored`` ones stay. On rank 0."""
         for prefix, part in modules:
-            if self._failure is not None or self._problems:
-                return
-            before = f"{prefix}." if prefix else ""
-            metadata = {} if self._metadata is None else self._metadata.get(prefix, {})
-            try:
-                own = {name: value for name, value in self._state.items() if name.startswith(before)}
-                part._load_from_state_dict(own, before, metadata, True, self.missing, self.unexpected, self._problems)
-            except Exception as error:
-                self._failure = error
+            if (read := self._read.get(id(part))) is None:
+                self._load(prefix, part)
+                continue
+            with torch.no_grad():
+                for name, slot in read.slots.items():
+                    parameter: Any = part._parameters.get(name)
+                    if id(parameter) not in ignored:
+                        for function, args, options in slot.writes:
+                            function(parameter, *args, **options)
 
-    def set_extra_states(self, module: nn.Module) -> None:
-        """On other ranks than 0."""
-        for prefix, part in module.named_modules():
-            name = f"{prefix}.{_EXTRA_STATE_KEY_SUFFIX}" if prefix else _EXTRA_STATE_KEY_SUFFIX
-            if name in self._state:
-                part.set_extra_state(self._state[name])
-
-    def run_post_hooks(self, module: nn.Module, keys: _IncompatibleKeys) -> None:
-        """Those that were registered on modules."""
+    def end(self, module: nn.Module) -> None:
+        """What each rank has for itself: buffers, extra states, hooks that run after a load."""
         for part in module.modules():
+            read = self._read.get(id(part), _Read({}, {}, []))
+            for name, (buffer, loaded) in read.buffers.items():
+                if (loaded.shape, loaded.dtype) == (buffer.shape, buffer.dtype):
+                    buffer.copy_(loaded)
+                else:
+                    part._buffers[name] = loaded
+            for state in read.extra:
+                part.set_extra_state(state)
+        self._run_post_hooks(module)
+        unfit = [_unfit(self.missing, self.unexpected)] if self._strict and (self.missing or self.unexpected) else []
+        if problems := [*self._problems, *unfit]:
+            raise UsageError(f"{self._where}: {'; '.join(problems)}; the rest was loaded")
+
+    def _run_post_hooks(self, module: nn.Module) -> None:
+        """In torch's order: of children before those around them. Once."""
+        if self._told:
+            return
+        self._told = True
+        keys = _IncompatibleKeys(self.missing, self.unexpected)
+
+        def run(part: nn.Module) -> None:
+            for child in part._modules.values():
+                if child is not None:
+                    run(child)
             for hook in part._load_state_dict_post_hooks.values():
                 hook(part, keys)
 
-    def raise_if_failed(self) -> None:
-        """What a module said."""
-        if self._failure is not None:
-            raise self._failure
-        if self._problems:
-            raise UsageError(f"load_state_dict: {'; '.join(self._problems)}")
+        run(module)

@@ -145,16 +145,21 @@ class JsonMonitor:
         self._lines.close()
 
 
+def summary_writer(directory: str | Path) -> Any:
+    """torch.utils.tensorboard's writer. ModuleNotFoundError where the package tensorboard is not installed."""
+    try:
+        module = importlib.import_module("torch.utils.tensorboard")
+    except ImportError as error:
+        raise ModuleNotFoundError(f"it needs the package tensorboard (pip install tensorboard): {error}") from error
+    return module.SummaryWriter(str(directory))
+
+
 class TensorBoardMonitor:
     """Scalars ``train/<name>`` in event files in ``directory``, written with torch.utils.tensorboard."""
 
     def __init__(self, directory: str | Path) -> None:
-        """ModuleNotFoundError where the package tensorboard is not installed."""
-        try:
-            module = importlib.import_module("torch.utils.tensorboard")
-        except ImportError as error:
-            raise ModuleNotFoundError(f"it needs the package tensorboard (pip install tensorboard): {error}") from error
-        self._writer = module.SummaryWriter(str(directory))
+        """As ``summary_writer``."""
+        self._writer = summary_writer(directory)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Add the values and flush, so that a killed run keeps them."""

@@ -41,6 +41,7 @@ from shardengine.engine.inspection import Inspection
 from shardengine.errors import CommunicationError, UsageError
 from shardengine.optim import ShardedOptimizer
 from shardengine.other_engines import explain_arguments
+from shardengine.sharding import explain_let_go
 
 _log = logging.getLogger(__name__)
 _HOOK_ENDS_S = 3.0
@@ -86,6 +87,21 @@ def _raised_in(error: BaseException, core: Core, model: nn.Module) -> str:
         return f"{HOOK} {core.reducer.hook_label}"
     inside = [names[id(caller)] for caller in callers if id(caller) in names]
     return f"unit {core.schedule.last_requested.name!r}" + (f", module {inside[-1]!r}" if inside else "")
+
+
+def on_all_ranks(engine: Inspection, what: str, action: Callable[[], _T]) -> _T:
+    """Run ``action``, which has no collectives, on every rank: where it raises on one, all raise and say that error.
+    Collective."""
+    return run_on_all_ranks(engine._core.collectives, what, action)
+
+
+@contextmanager
+def telling_all(engine: Inspection, what: str) -> Iterator[None]:
+    """Every rank enters this and leaves it together: where it raises on one, the others are told, wherever inside of it
+    they are, and raise as well. Collective."""
+    with _reporting(engine, what):
+        yield
+        engine._core.collectives.barrier()
 
 
 def reports_failure_with(
@@ -168,15 +184,21 @@ def _reporting(engine: Inspection, call: str) -> Iterator[None]:
     try:
         with failures.reports_failure(where, lambda error: _raised_in(error, core, engine.module), kind):
             yield
+    except RuntimeError as error:
+        if core.stage.moves_weights:
+            explain_let_go(error)
+        raise
     finally:
         failures.set_progress(engine.global_steps, engine._window.micro_batches)
 
 
-def say_when_let_go(collectives: Collectives) -> None:
-    """Tell the other ranks when nobody has an engine any more that was not closed, and abandon its groups.
+def tell_other_ranks(collectives: Collectives) -> None:
+    """Tell the other ranks, from now on, in which collective of the program this one stands, and when nobody has an
+    engine any more that was not closed. Its groups are abandoned then.
 
     The module's hooks use its collectives without the engine, so these are what has to be gone.
     """
+    collectives.failures.begin()
     weakref.finalize(collectives, _let_go, collectives.failures).atexit = False  # the end of a process says so itself
 
 
@@ -298,7 +320,7 @@ def _renew_groups(core: Core) -> None:
         meeting.end(before)
         if before is not collectives.failures:
             before.close()
-            say_when_let_go(collectives)
+            tell_other_ranks(collectives)
 
 
 def _finish(core: Core, optimizer: ShardedOptimizer, step: int, behind: list[int]) -> None:

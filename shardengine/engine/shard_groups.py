@@ -15,9 +15,15 @@ from shardengine import stages
 from shardengine.comm import Collectives, Mesh, compare, meeting
 from shardengine.comm import mesh as mesh_module
 from shardengine.config import STEPPING_APART, Config
-from shardengine.errors import ConfigError
+from shardengine.errors import ConfigError, UsageError
+from shardengine.sharding import precision
 
 _log = logging.getLogger(__name__)
+_BY_HAND = (
+    "clip with the norm of the whole model by hand, between backward and step: parameter.grad.norm() has all "
+    "data-parallel ranks in it, add the squares over the other dimension (once for a parameter that the parts share), "
+    "and call parameter.grad.mul_(factor)"
+)
 _AT_ONCE = {"power_sgd": "it brings the sum of all ranks at once", "noop": "it leaves every rank its own gradient"}
 
 
@@ -27,6 +33,37 @@ def mesh_of(given: Mesh | DeviceMesh | ProcessGroup | None, timeout_s: float) ->
         return given
     options: Any = {"timeout_s": timeout_s, "owned": True, "meet": meeting.meet_before_groups}
     return mesh_module.build(**options) if given is None else mesh_module.of_ranks(given, **options)
+
+
+def check_beside(config: Config, mesh: Mesh) -> None:
+    """``ConfigError`` where ranks of other dimensions than the mesh's would decide alone what is every rank's decision.
+
+    They hold other parts of the same model, so that each would clip by the norm of its own part, and skip steps alone:
+    what they have in common would drift apart.
+    """
+    if not mesh.beside:
+        return
+    skips = config.fp16.enabled or precision.nonfinite(config) == "skip"
+    skips |= config.torch_autocast.enabled and config.torch_autocast.dtype == "float16"
+    asked = [f"gradient_clipping {config.gradient_clipping:g}"] if config.gradient_clipping else []
+    asked += ["steps that are skipped where gradients are not finite"] if skips else []
+    if asked:
+        raise ConfigError(
+            f"initialize(mesh=): the mesh is a part of one with the dimension {mesh.beside}, and the config has "
+            f"{' and '.join(asked)}: ranks of that dimension would decide it each for its own part of the model, and "
+            'what the parts share would drift apart. Expected "gradient_clipping": 0, "nonfinite_gradients": "raise" '
+            f"and no fp16; {_BY_HAND}. Where the ranks of that dimension train models of their own, give mesh= a "
+            "process group"
+        )
+
+
+def check_clips(mesh: Mesh) -> None:
+    """``UsageError`` for ``engine.clip_grad_norm_`` there."""
+    if mesh.beside:
+        raise UsageError(
+            f"engine.clip_grad_norm_ on a part of a mesh with the dimension {mesh.beside} (rank {mesh.rank}) would "
+            f"clip by the norm of this part of the model alone: {_BY_HAND}"
+        )
 
 
 def group_size(config: Config, mesh: Mesh) -> int:

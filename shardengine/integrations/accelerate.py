@@ -17,7 +17,6 @@ import copy
 import dataclasses
 import logging
 import math
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -33,7 +32,7 @@ from torch import Tensor, nn
 
 from shardengine.comm import Mesh
 from shardengine.config import STAGE, STAGES, TRIPLE, Config, load_config, read_tree, undecided
-from shardengine.engine import Engine, mesh_of
+from shardengine.engine import Engine, adapters, holding, mesh_of
 from shardengine.errors import ConfigError, UsageError
 from shardengine.planner import automatic
 from shardengine.start import initialize
@@ -44,7 +43,6 @@ _AUTOCAST = {"no": None, "bf16": "bfloat16", "fp16": "float16"}
 """accelerate's mixed_precision → dtype of autocast."""
 _TOTAL, _MICRO, _STEPS = TRIPLE
 _TOGETHER = "expected the model and its optimizer in one call, as in accelerator.prepare(model, optimizer, ...)"
-_made: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 class Surroundings(NamedTuple):
@@ -102,6 +100,8 @@ class ShardAccelerator(Accelerator):
     _auto: dict[str, Any]
     _unsynchronised: list[Engine]
     _saving: dict[str, Any] | None = None
+    _handed: list[dict[str, Any]]
+    """The state dicts of engines that accelerate has asked for in this ``save_state``."""
     _told_of_clipping = False
     _surroundings: Surroundings | None = None
     _stage: int | None = None
@@ -146,7 +146,7 @@ class ShardAccelerator(Accelerator):
             )
         self.engine_config = written(engine_config)
         self._auto = dict(auto)
-        self._unsynchronised = []
+        self._unsynchronised, self._handed = [], []
         self.scaler = None  # the engine scales
         checkpoint = self.engine_config.get("checkpoint")
         if isinstance(checkpoint, dict) and checkpoint.pop("async_save", False) and self.is_main_process:
@@ -290,9 +290,9 @@ class ShardAccelerator(Accelerator):
         return pairs
 
     def _shard(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, batch: int | None) -> Engine:
-        earlier = [engine for engine in _made if engine.module is model]
-        for before in earlier:
-            before.close(restore=False)
+        earlier = holding.engine_of(model)
+        if earlier is not None:
+            earlier.close(restore=False)
         given = None if isinstance(optimizer, ConfigOptimizer) else optimizer
         own = given is None and "optimizer" in self.engine_config
         own &= optimizer is not None or any(parameter.requires_grad for parameter in model.parameters())
@@ -300,19 +300,19 @@ class ShardAccelerator(Accelerator):
         if isinstance(optimizer, ConfigOptimizer) and config.optimizer is None:
             raise UsageError('ConfigOptimizer: expected "optimizer" in engine_config, it stands for that one')
         mesh, trains = None, own or given is not None
-        if self._stage is not None and earlier:
-            config = _at_stage(config, earlier[-1].config.zero_optimization.stage)
+        if self._stage is not None and earlier is not None:
+            config = _at_stage(config, earlier.config.zero_optimization.stage)
         elif self._stage is not None and trains:
             config, mesh = self._decide_stage(model, config, given)
         if self._surroundings is not None and trains:
-            self._surroundings.before_engine(None if earlier else model, config, given)
+            self._surroundings.before_engine(model if earlier is None else None, config, given)
         prepared = super().prepare_model(model, device_placement=False, evaluation_mode=True)
         self._models = [each for each in self._models if each is not model and each is not prepared]
         parameters = optimizer.param_groups if isinstance(optimizer, ConfigOptimizer) else None
         engine = initialize(model, config, optimizer=given, model_parameters=parameters, mesh=mesh)
         if is_compiled_module(prepared):
             model.compile(**self.state.dynamo_plugin.to_kwargs())
-        _made.add(engine)
+        holding.hold(engine)
         return engine
 
     def _batch_size(self, loader: Any) -> int | None:
@@ -444,14 +444,19 @@ class ShardAccelerator(Accelerator):
         return super().unwrap_model(inner, keep_fp32_wrapper, keep_torch_compile)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
-        """The whole state dict on the CPU of rank 0, {} elsewhere; collective."""
+        """The whole state dict on the CPU of rank 0, {} elsewhere; of a model with adapters names and shapes there, for
+        peft. Collective."""
         engine = self._engine_of(model)
         if engine is None:
             return super().get_state_dict(model, unwrap)
-        if self._saving is not None:
-            return {}
-        engine.average_replicas()
-        return engine.state_dict()
+        heard = self._saving is None or unwrap or len(self._save_model_state_pre_hook) > 1  # one of them is ours
+        state: dict[str, Any] = {}
+        if heard:
+            engine.average_replicas()
+            state = adapters.for_every_rank(engine.module, engine.state_dict())
+        if self._saving is not None and not unwrap:
+            self._handed.append(state)
+        return state
 
     def free_memory(self, *objects: Any) -> Any:
         """Let go of what was prepared. Engines among ``objects`` are closed and gather nothing: their models keep
@@ -464,7 +469,8 @@ class ShardAccelerator(Accelerator):
     # Checkpoints
 
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **save_model_func_kwargs: Any) -> Any:
-        """As accelerate's; of each engine it holds a checkpoint, a folder ``pytorch_model``; collective.
+        """As accelerate's; of each engine it holds a checkpoint, a folder ``pytorch_model``; collective. Hooks of the
+        user's get whole state dicts on rank 0, {} elsewhere, which are gathered where there are hooks.
 
         save_model_func_kwargs: of ``engine.save_checkpoint``, for example ``frozen=False`` for adapters.
         """
@@ -474,15 +480,15 @@ class ShardAccelerator(Accelerator):
             try:
                 return super().save_state(output_dir, safe_serialization)
             finally:
-                self._saving = None
+                self._saving, self._handed = None, []
                 handle.remove()
 
     def _save_engines(self, models: list[Any], weights: list[Any], output_dir: str) -> None:
-        """The last one of accelerate's hooks: what it would save for engines is no state."""
+        """The last one of accelerate's hooks: what it would save for engines is in their checkpoints."""
         for number, engine in enumerate(self._engines()):
             engine.average_replicas()
             engine.save_checkpoint(output_dir, _tag(number), **(self._saving or {}))
-        weights[:] = [each for each in weights if each]
+        weights[:] = [each for each in weights if not any(each is state for state in self._handed)]
 
     def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **load_model_func_kwargs: Any) -> None:
         """As accelerate's, of what ``save_state`` wrote at any stage and number of ranks; collective.

@@ -29,7 +29,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from shardengine.checkpoint import directory
 from shardengine.config import Config, load_config
-from shardengine.engine import Engine
+from shardengine.engine import Engine, on_all_ranks
 from shardengine.errors import UsageError
 from shardengine.integrations.accelerate import (
     ConfigOptimizer,
@@ -226,17 +226,15 @@ class ShardTrainerMixin:
         return bool(getattr(self.model, "peft_config", None))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Trainer's, with whole weights; of a model with adapters only what is trained. Collective."""
+        """Trainer's, with whole weights; of a model with adapters what is trained, or saved by peft. Collective."""
         engine = self.engine
         if engine is None:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
         engine.average_replicas()
         state = engine.state_dict(trainable_only=self._has_adapters)
-        trained = [name for name, parameter in engine.module.named_parameters() if parameter.requires_grad]
-        with engine.full_params(trained) if self._has_adapters else nullcontext():  # prompts are computed from them
-            if engine.rank == 0:
-                self._save(self.args.output_dir if output_dir is None else output_dir, state_dict=state)
+        folder = self.args.output_dir if output_dir is None else output_dir
+        on_all_ranks(engine, "saving the model", lambda: engine.rank == 0 and self._save(folder, state_dict=state))
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 

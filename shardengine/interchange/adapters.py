@@ -1,12 +1,19 @@
 """LoRA adapters as peft writes them. Owns: which tensors belong to an adapter, their names in ``adapter_model``.
 
-Must not know: files. Names follow ``PeftModel.save_pretrained`` of peft 0.21; peft itself is not imported.
+Must not know: files of weights. Names follow ``PeftModel.save_pretrained`` of peft 0.21; peft itself is not imported.
+
+[Note: A resized vocabulary] peft saves embeddings and output layer with the adapter where the base model has another
+vocabulary size. peft asks the model for these layers. A checkpoint has no model, so here they are the weights with one
+row for each word.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from shardengine.errors import UsageError
@@ -44,10 +51,14 @@ def config_file(config: dict[str, Any]) -> dict[str, Any]:
 def outputs(stored: Stored, weights: list[Output], adapter: str, config: dict[str, Any]) -> list[Output]:
     """The tensors of ``adapter`` out of all ``weights``, under the names that peft gives them."""
     found: dict[str, Output] = {}
+    words, before = words_of(stored.model.get("config")), words_of(base_config(config))
+    resized = words is not None and before is not None and words != before
     aliases = {row["names"][0]: row["names"] for row in stored.parameters}
     for output in weights:
         for name in aliases.get(output.origin, [output.origin]):
-            kept = _name_of(name, adapter, config, first=name == output.origin)
+            kept = _name_of(name, adapter, config, first=resized or name == output.origin)
+            if resized and not kept and _is_of_words(name, output, words):
+                kept = name
             if kept:
                 kept = kept if kept.startswith(PREFIX) else PREFIX + kept
                 found[kept] = replace(output, name=kept)
@@ -72,6 +83,38 @@ def _name_of(name: str, adapter: str, config: dict[str, Any], *, first: bool) ->
         return name
     tokens = config.get("trainable_token_indices") is not None  # then the tokens' own rows are all that is kept
     return name if not tokens and _is_targeted_embedding(name, config.get("target_modules")) else ""
+
+
+def words_of(config: Any) -> int | None:
+    """The size of the vocabulary in a model's config; None where it has none."""
+    parts = [config, config.get("text_config")] if isinstance(config, dict) else []
+    sizes = [part.get("vocab_size") for part in parts if isinstance(part, dict)]
+    return next((size for size in sizes if isinstance(size, int)), None)
+
+
+def base_config(config: dict[str, Any]) -> Any:
+    """The config of the base model, from its directory or the hub's cache; None where it is not here."""
+    name = config.get("base_model_name_or_path")
+    if not isinstance(name, str) or not name:
+        return None
+    place: Any = Path(name) / "config.json"
+    if not place.is_file() and find_spec("huggingface_hub") is not None:
+        from huggingface_hub import try_to_load_from_cache
+
+        try:
+            place = try_to_load_from_cache(name, "config.json")
+        except ValueError:  # the name of a directory that is gone
+            return None
+    try:
+        return json.loads(Path(place).read_text(encoding="utf-8"))
+    except (OSError, TypeError, ValueError):
+        return None
+
+
+def _is_of_words(name: str, output: Output, words: int | None) -> bool:
+    """Whether ``output`` has a row for each word, and is no other adapter's."""
+    other = re.search(r"\.(?:lora_\w+|modules_to_save|original_module|trainable_tokens_\w+)\b", name)
+    return not other and output.shape[:1] == (words,) and name.endswith((".weight", ".bias"))
 
 
 def _is_targeted_embedding(name: str, targets: Any) -> bool:

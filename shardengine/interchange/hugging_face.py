@@ -106,6 +106,7 @@ def _with_aliases(stored: Stored, outputs: list[Output], config: dict[str, Any])
 def write_adapters(stored: Stored, directory: Path, *, dtype: torch.dtype | None, adapter: str | None) -> list[str]:
     """The adapters alone: "default", or the only one asked for, into ``directory``, others into one of their name."""
     found = adapters.configs(stored, adapter)
+    notes = ["adapters alone; the base model's weights are not in the output"]
     everything = weight_files.weights(stored, dtype)
     for name, config in found.items():
         place = directory if name == "default" or adapter is not None else directory / name
@@ -113,7 +114,12 @@ def write_adapters(stored: Stored, directory: Path, *, dtype: torch.dtype | None
         outputs = adapters.outputs(stored, everything, name, config)
         weight_files.write(stored, outputs, place, stem="adapter_model", largest=1 << 62, metadata=_METADATA)
         _write_json(place / "adapter_config.json", adapters.config_file(config))
-    return ["adapters alone; the base model's weights are not in the output"]
+        if (base := config.get("base_model_name_or_path")) and adapters.base_config(config) is None:
+            notes.append(
+                f"the base model {base} is not here, so it cannot be seen whether "
+                "the vocabulary was resized: embeddings are not in the output"
+            )
+    return list(dict.fromkeys(notes))  # adapters share a base
 
 
 def write_plain(stored: Stored, directory: Path, *, dtype: torch.dtype | None, largest: int) -> list[str]:

@@ -23,7 +23,7 @@ from shardengine.optim import AVERAGE
 from shardengine.sharding import BUFFER, WEIGHT
 
 PIECE_BYTES = 8 << 20
-RUN, FOLDER = "run.json", "checkpoints"
+RUN, FOLDER, MODEL = "run.json", "checkpoints", "model"
 """What the train command puts into its output directory."""
 
 

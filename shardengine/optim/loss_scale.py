@@ -49,7 +49,8 @@ class LossScaler:
         self._good += 1
         if self.policy.consecutive:
             self._tolerated = self.policy.hysteresis
-        if self._good % self.policy.window == 0:
+        counted = self._good - self.policy.delay
+        if counted > 0 and counted % self.policy.window == 0:
             self.scale, self._tolerated = min(self.scale * _FACTOR, _LARGEST), self.policy.hysteresis
 
     def state_dict(self) -> dict[str, Any]:
@@ -62,6 +63,10 @@ class LossScaler:
             "in_a_row": self._in_a_row,
             "dynamic": self.policy.dynamic,
         }
+
+    def count_on(self, skipped: int) -> None:
+        """So many steps were skipped before this scale began."""
+        self.skipped = skipped
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The opposite. A fixed scale stays as configured, and a dynamic one does not go on from a fixed one."""

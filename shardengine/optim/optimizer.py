@@ -134,6 +134,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._calls = calls or EngineCalls(reducer.release, _no_engine, _no_step, lambda method: None)
         self._lent: list[torch.optim.Optimizer] = []  # the user's own, for which schedulers may have been made
         self._reading: Future[None] | None = None
+        self._said = ""
         self.norm: Tensor | None = None
         self.update: Update | None = None
         self._open: tuple[Update, Callable[[Verdict], None]] | None = None
@@ -228,7 +229,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.prefetch(0)
         # 1. norm
         sums, options = self._reducer.agree(self._payload)
-        if not bool((options == options[0]).all()):
+        if not bool((options == options[0]).all()) and not self._differ_in_writes():
             groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
             changes = self._reducer.views.take_digest()
             way = "reset()" if self._step_state.must_be_stepped else "zero_grad()"
@@ -241,6 +242,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"engine.{way}. A scheduler that is stepped with a metric (ReduceLROnPlateau) needs the same one on "
                 "every rank: average it over the ranks first" + self._told_of_gone()
             )
+        self._step_state.writes.agreed()
         norm, squares = self._norm_of(sums[(replicas := self._step_state.replicas).rows])
         if replicas.apart:  # one that is not finite is everybody's
             of_all, squares_of_all = self._norm_of(sums)
@@ -257,6 +259,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             by_squares=self.norm_type == 2,
             fixed=_JOINED if self._step_state.join.is_open else self._stepped_with,
         )
+
+    def _differ_in_writes(self) -> bool:
+        """Ranks say different things: whether of written weights alone, which is an error where these differ;
+        collective."""
+        collectives = self._reducer.collectives
+        told = collectives.exchange_objects(zlib.crc32(self._said.encode()), "the optimizer's options")
+        self._step_state.writes.settle(collectives.mesh.rank, collectives.exchange_objects)
+        return all(each == told[0] for each in told)
 
     @property
     def _frozen(self) -> int:
@@ -333,7 +343,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             (key, describe(value)) for group in self.param_groups for key, value in group.items() if key != "params"
         ]
         trained = bytes(parameter.requires_grad for parameter in self._reducer.views.parameters)
+        writes = self._step_state.writes.text
         text = repr((options, self.scaling, self._reducer.views.digest, sorted(divisors), trained))
+        self._said, text = text, text + writes
         digest = torch.tensor([zlib.crc32(text.encode())], dtype=torch.int64).to(torch.uint32)
         values = torch.stack([total, *squares, *self._powers(device)])
         return Payload(digest.view(torch.uint8), values.to(self._reducer.buckets[0].bucket.full.device))

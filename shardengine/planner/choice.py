@@ -226,9 +226,7 @@ class Question:
     trains: bool = False
 
 
-def search(
-    asked: Question, where: Hardware, rates: Rates, told: Callable[[str], None] = lambda text: None
-) -> Choice:
+def search(asked: Question, where: Hardware, rates: Rates, told: Callable[[str], None] = lambda text: None) -> Choice:
     """As ``choose``."""
     began = time.perf_counter()
     found = _Search(asked, where, rates, told)

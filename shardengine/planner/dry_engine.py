@@ -246,8 +246,7 @@ def dry_run(
         )  # fmt: skip
         engine = Engine(model, config, mesh=mesh, **(options or {}))
         last.callback(_close, engine)
-        _name_kept(ledger, engine)
-        _tell_units(ledger, engine.module)
+        _prepare(ledger, engine)
         with _told():
             alike = 0
             if steps == FORWARD_ALONE:
@@ -275,6 +274,12 @@ def _close(engine: Engine) -> None:
     """Where a model has failed amid a step: what is wrong with it is told, and not what follows from that."""
     with suppress(Exception):
         engine.close()
+
+
+def _prepare(ledger: Ledger, engine: Engine) -> None:
+    engine._core.step_state.writes.compare_nothing()
+    _name_kept(ledger, engine)
+    _tell_units(ledger, engine.module)
 
 
 def _look_forward(

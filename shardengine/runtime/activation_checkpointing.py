@@ -93,7 +93,14 @@ class Checkpointed:
         def run(*saved: Tensor) -> Any:
             if first:
                 own_args, own_kwargs = first.pop()
-                return self.__wrapped__(*own_args, **own_kwargs)
+                output = self.__wrapped__(*own_args, **own_kwargs)
+                if versions != [parameter._version for parameter in self._parameters]:
+                    raise UsageError(
+                        f"block {self._name!r} writes its weights in its forward, which backward would compute again, "
+                        "and so write twice: write after the step, keep what is written in a buffer, or switch "
+                        "activation_checkpointing off and checkpoint the other blocks with torch.utils.checkpoint"
+                    )
+                return output
             if versions != [parameter._version for parameter in self._parameters]:
                 raise UsageError(
                     f"the weights of block {self._name!r} have been modified by an inplace operation since its "

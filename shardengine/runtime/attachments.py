@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 
@@ -24,43 +26,47 @@ class Handle(Protocol):
 class Attachments:
     """What the engine changes on the module while it is attached.
 
-    open: whether ``module.state_dict()`` may be called; only from inside the engine where weights are sharded.
+    reads: whether the engine itself has modules read a state dict, which then writes nothing into sharded weights.
     marked: the Hugging Face module that was told to keep ``generate()`` in step on all ranks.
     caching: the Hugging Face configs whose ``use_cache`` was switched off.
-    versions: of the parameters, as the engine left them: torch counts every in-place write · compared: whether weights
-    were compared with their masters once · handles: of the hooks.
+    handles: of the hooks.
+    whole: id(parameter) → its values, which somebody has been given and still has · passing: the handles of what holds,
+    as ``whole`` does, until the engine is called the next time.
     barriers: the handles of hooks that refuse the use of the module while weights are in host memory.
     """
 
-    open: bool = False
+    reads: bool = False
     marked: Any = None
     caching: list[Any] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    compared: bool = False
     handles: list[Handle] = field(default_factory=list)
+    whole: WeakValueDictionary[int, Tensor] = field(default_factory=WeakValueDictionary)
+    passing: list[Handle] = field(default_factory=list)
     barriers: list[RemovableHandle] = field(default_factory=list)
 
     @contextmanager
-    def state_dict_allowed(self) -> Iterator[None]:
-        """``module.state_dict()`` may be called inside."""
-        self.open = True
+    def loading(self) -> Iterator[None]:
+        """The engine has modules read a state dict inside."""
+        self.reads = True
         try:
             yield
         finally:
-            self.open = False
-
-    def note_compared(self) -> None:
-        """All weights were compared with their masters."""
-        self.compared = True
+            self.reads = False
 
     def mark(self, module: Any) -> None:
         """Tell ``module``, a Hugging Face one, that its weights are sharded."""
         self.marked = module
         module._is_fsdp_managed_module = True
 
+    def end_passing(self) -> None:
+        """The engine is called."""
+        self.whole.clear()
+        while self.passing:
+            self.passing.pop().remove()
+
     def unhook(self) -> None:
         """Take the hooks off."""
         self.unbar()
+        self.end_passing()
         for handle in self.handles:
             handle.remove()
         self.handles.clear()

@@ -31,8 +31,9 @@ _MOST = 64
 class Call:
     """One forward of unit ``unit``. line None: in none.
 
-    number: autograd's, when it began · replayed: it ran without grad, and is computed again in backward · computed:
-    that has been · reached: a gradient has reached its outputs · over: its backward is.
+    number: autograd's, when it began · replayed: it ran without grad, and is computed again in backward · announced:
+    its inputs say when its backward is over · computed: it has been computed again · reached: a gradient has reached
+    its outputs · over: its backward is.
     """
 
     def __init__(self, unit: int, line: Line | None = None, *, replayed: bool = False) -> None:
@@ -42,11 +43,21 @@ class Call:
         self.group: list[Call] = [self]
         self.number = torch._C._autograd._get_sequence_nr()
         self.replayed = replayed
+        self.announced = False
         self.renew()
 
     def renew(self) -> None:
         """Before the backward."""
         self.computed = self.reached = self.over = False
+
+    def expect_end(self) -> None:
+        """Its inputs say when its backward is over."""
+        self.announced = True
+
+    @property
+    def task(self) -> int:
+        """The run of autograd that came through it last, or runs now."""
+        return torch._C._current_graph_task_id() if self.line is None else self.line.task
 
     def note_computed(self) -> None:
         """It is computed again."""
@@ -107,11 +118,23 @@ class Calls:
         self.may_differentiate = False
         self.lines: list[Line] = []
         self.running: Line | None = None
+        self._paused: list[Line] = []
         self._count = 0
 
     def forget(self) -> None:
         """No backward comes any more."""
         self.lines.clear()
+        self._paused.clear()
+        self.running = None
+
+    def pause(self) -> None:
+        """A run of autograd has ended, the backward has not: more of the running line may come in a later one."""
+        if self.running is not None:
+            self._paused.append(self.running)
+            self.running = None
+
+    def leave(self) -> None:
+        """The run of autograd that came through a line is over, and what it left out is not over with it."""
         self.running = None
 
     def enter(self, module: object) -> None:
@@ -145,6 +168,15 @@ class Calls:
                 return next(waits, None) if found.replayed else None
         return None
 
+    def that_ran(self, unit: int, number: int) -> Call | None:
+        """The call of ``unit`` in which autograd's node ``number`` was made; None where it is in no line."""
+        found: Call | None = None
+        for line in self.lines:
+            place = bisect_right(line.calls, number, key=lambda call: call.number)
+            if place and (found is None or line.calls[place - 1].number > found.number):
+                found = line.calls[place - 1]
+        return found if found is not None and found.unit == unit else None
+
     def approach(self, call: Call) -> Iterator[list[Call]]:
         """Backward has come to ``call``: the groups of calls that are over now, in order."""
         line, task = call.line, torch._C._current_graph_task_id()
@@ -170,15 +202,18 @@ class Calls:
             self.lines.append(line)
         line.renew()
         line.task, self.running = task, line
+        self._paused = [each for each in self._paused if each is not line]
 
     def finish(self) -> Iterator[list[Call]]:
         """The backward has ended: the groups that are over with it. Where it came through none: of the last line."""
-        if self.running is None and self.lines:
+        if self.running is None and not self._paused and self.lines:
             self.running = self.lines[-1]
-        if self.running is not None:
-            yield from self.running.down_to(0)
-        self.lines = [line for line in self.lines if line.task < 0 and line is not self.running]
-        self.running = None
+        last = self.running
+        self.pause()
+        for line in self._paused:
+            yield from line.down_to(0)
+        self._paused.clear()
+        self.lines = [line for line in self.lines if line.task < 0 and line is not last]
 
     def over(self, call: Call) -> None:
         """The backward of ``call`` is over."""
@@ -187,7 +222,6 @@ class Calls:
             return
         call.over = True
         line.outstanding[call.unit] -= 1
-        line.task = max(line.task, torch._C._current_graph_task_id())
         while line.left and line.calls[line.left - 1].over:
             line.left -= 1
 

@@ -136,7 +136,8 @@ def explain(error: BaseException, cast: torch.dtype | None, *, inputs: bool) -> 
     if cast is None or not isinstance(error, RuntimeError) or not _ABOUT_DTYPES.search(str(error)):
         return
     name = str(cast).removeprefix("torch.")
-    what = "what the forward makes itself" if inputs else "the inputs, which auto_cast is switched off for,"
+    made = "what the forward makes itself, or computes with an fp32 buffer,"
+    what = made if inputs else "the inputs, which auto_cast is switched off for,"
     error.add_note(
         f"shardengine: the weights are in {name}, so expected {what} in {name}, too (torch.zeros(..., "
         "dtype=self.weight.dtype), x.to(self.weight.dtype)); or train fp32 weights with "

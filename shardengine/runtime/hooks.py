@@ -1,4 +1,5 @@
-"""Every hook registration of the library. Each hook's body is one call into the schedule (or the deferred gather).
+"""Every hook registration of the library on modules. Each hook's body is one call into the schedule (or the deferred
+gather).
 
 Must not know: buckets, collectives, the optimizer.
 
@@ -22,18 +23,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from shardengine.ddp import Forward, taken
+from shardengine.ddp import Forward
 from shardengine.errors import CommunicationError, MismatchError, UsageError
+from shardengine.runtime import transforms
 from shardengine.runtime.calls import Call
 from shardengine.runtime.casting import cast_inputs
 from shardengine.runtime.deferred_gather import DeferredGather
+from shardengine.runtime.saved_weights import SavedWeights
 from shardengine.runtime.schedule import Schedule
 
 
@@ -49,7 +52,8 @@ class _Hook:
         self._refuse = refuse
 
     def __call__(self, *args: Any) -> None:
-        self._call(*args)
+        with transforms.outside():
+            self._call(*args)
 
     def __reduce_ex__(self, _protocol: Any) -> NoReturn:
         self._refuse()
@@ -72,36 +76,9 @@ def _keep_out_of_graphs() -> None:
         kind.__call__ = torch.compiler.disable(kind.__call__, reason=reason)  # type: ignore[method-assign]
 
 
-def attach_gradients(schedule: Schedule, parameters: Iterable[tuple[int, nn.Parameter]]) -> list[RemovableHandle]:
-    """Hand each trainable parameter's gradient to the schedule as soon as autograd has accumulated it.
-
-    torch holds these hooks where the garbage collector does not see them, so what they refer to would never be freed:
-    they have a weak reference to the schedule, which the module's hooks keep alive. A parameter that outlives its
-    module and its engine is an ordinary one.
-    """
-    listener = weakref.ref(schedule)
-
-    def hook_for(index: int) -> Callable[[Tensor], None]:
-        def ready(parameter: Tensor) -> None:
-            if (alive := listener()) is None:
-                return
-            shown, gradient = taken(parameter)
-            try:
-                if gradient is not None:
-                    alive.post_accumulate_grad(index, gradient)
-            except BaseException:
-                parameter.grad = shown  # a backward that is refused changes nothing
-                raise
-
-        return ready
-
-    handles = []
-    for index, parameter in parameters:
-        trainable = parameter.requires_grad
-        parameter.requires_grad_(True)  # one that is frozen for now takes no hook
-        handles.append(parameter.register_post_accumulate_grad_hook(hook_for(index)))
-        parameter.requires_grad_(trainable)
-    return handles
+def _hookable(root: nn.Module) -> list[nn.Module]:
+    """The modules of ``root`` but TorchScript, which takes no hooks and holds no weights of the engine's."""
+    return [module for module in root.modules() if not isinstance(module, torch.jit.ScriptModule)]
 
 
 class _Listener:
@@ -137,6 +114,12 @@ def attach_forward_events(schedule: Schedule, module: nn.Module) -> list[Removab
         module.register_forward_pre_hook(_Listener(pre_forward), prepend=True),
         module.register_forward_hook(_Listener(watch)),
     ]
+
+
+def attach_scale(schedule: Schedule, loss: Tensor) -> None:
+    """Tell ``schedule`` when a backward of ``loss``, which has the loss scale, begins."""
+    if loss.grad_fn is not None:
+        loss.grad_fn.register_prehook(lambda _gradients: schedule.begin_scaled())
 
 
 class _InputCast:
@@ -185,7 +168,7 @@ def attach_deferred_gather(
 
         return _Listener(before)
 
-    for module in root.modules():
+    for module in _hookable(root):
         if id(module) not in inside:
             handles.append(module.register_forward_pre_hook(wait(blocks.get(module, 0)), prepend=True))
         read = _Listener(lambda _module, _prefix, _keep: deferred_gather.await_all())
@@ -197,20 +180,37 @@ def attach_deferred_gather(
 def attach_state_dict_guard(module: nn.Module, refuse: Callable[[], None]) -> list[RemovableHandle]:
     """Call ``refuse`` when somebody asks ``module`` or a part of it for a state dict."""
     refusal = _Hook(lambda _module, _prefix, _keep: refuse())
-    return [part.register_state_dict_pre_hook(refusal) for part in module.modules()]
+    return [part.register_state_dict_pre_hook(refusal) for part in _hookable(module)]
+
+
+def attach_state_dict_names(
+    module: nn.Module, value_of: Callable[[nn.Parameter], Tensor | None]
+) -> list[RemovableHandle]:
+    """In state dicts of ``module`` and its parts each parameter's value is ``value_of`` it, where that is not None.
+    With ``keep_vars`` they hold the parameters themselves."""
+
+    def put(part: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+        for name, parameter in part._parameters.items():
+            key = prefix + name
+            if parameter is not None and key in state and state[key] is not parameter:
+                value = value_of(parameter)
+                state[key] = state[key] if value is None else value
+
+    hook = _Hook(put)
+    return [part.register_state_dict_post_hook(hook) for part in _hookable(module)]
 
 
 def attach_load_guard(module: nn.Module, refuse: Callable[[nn.Module], None]) -> list[RemovableHandle]:
     """Call ``refuse`` with each part of ``module`` into whose own parameters a state dict is about to be loaded."""
     guard = _Hook(lambda part, *_: refuse(part))
-    return [part.register_load_state_dict_pre_hook(guard) for part in module.modules()]
+    return [part.register_load_state_dict_pre_hook(guard) for part in _hookable(module)]
 
 
 def attach_barrier(module: nn.Module, refuse: Callable[[], None]) -> list[RemovableHandle]:
     """Call ``refuse`` when somebody runs or copies ``module`` or a part of it, reads its state dict or loads one."""
     barrier = _Hook(lambda *_: refuse(), refuse)
     handles = attach_state_dict_guard(module, refuse)
-    for part in module.modules():
+    for part in _hookable(module):
         handles.append(part.register_forward_pre_hook(barrier, prepend=True))
         handles.append(part.register_load_state_dict_pre_hook(barrier))
     return handles
@@ -220,24 +220,35 @@ def attach_weights(schedule: Schedule, root: nn.Module, units: Mapping[nn.Module
     """Announce the forwards of ``units`` (module → index) and of every module around them, and their backwards."""
     handles: list[RemovableHandle] = []
     inside = {id(child) for unit in units for child in unit.modules() if child is not unit}
-    for module in root.modules():
+    for module in _hookable(root):
         if id(module) in inside:
             continue
         if module in units:
             announce = _UnitHooks(schedule, units[module])
             handles.append(module.register_forward_pre_hook(_Hook(announce.before), with_kwargs=True, prepend=True))
             handles.append(module.register_forward_hook(_Hook(announce.after)))
-        handles.append(module.register_forward_pre_hook(_enter(schedule), prepend=True))
-        handles.append(module.register_forward_hook(_leave(schedule), always_call=True))  # also where it raises
+        ended = announce.ended if module in units else None
+        handles.append(module.register_forward_pre_hook(_enter(schedule, root), prepend=True))
+        leave = _leave(schedule, root, ended)
+        handles.append(module.register_forward_hook(leave, always_call=True))  # also where it raises
     return handles
 
 
-def _enter(schedule: Schedule) -> Callable[..., None]:
-    return _Hook(lambda module, _args: schedule.pre_forward_root(module, torch.is_grad_enabled()))
+def _enter(schedule: Schedule, root: nn.Module) -> Callable[..., None]:
+    whole = weakref.ref(root)
+
+    def enter(module: nn.Module, _args: Any) -> None:
+        schedule.pre_forward_root(module, torch.is_grad_enabled(), part=module is not whole())
+
+    return _Hook(enter)
 
 
-def _leave(schedule: Schedule) -> Callable[..., None]:
+def _leave(schedule: Schedule, root: nn.Module, ended: Callable[[], None] | None) -> Callable[..., None]:
+    whole = weakref.ref(root)
+
     def leave(module: nn.Module, _args: Any, output: Any) -> None:
+        if ended is not None:
+            ended()
         tensors = list(tensors_in(output))
         try:
             outermost = schedule.post_forward_root(module, tensors)
@@ -246,7 +257,8 @@ def _leave(schedule: Schedule) -> Callable[..., None]:
                 return  # the forward has raised, which waited for what this waits for
             raise
         if outermost and torch.is_grad_enabled():
-            reached = functools.partial(schedule.pre_backward_root, Forward(), schedule.line)
+            forward = Forward() if module is whole() else None
+            reached = functools.partial(schedule.pre_backward_root, forward, schedule.line)
             for node in _nodes_of(tensors):
                 _NodeEvents.of(node).reached.append(reached)
 
@@ -294,9 +306,10 @@ def attach_reads(
     def announcer(module: nn.Module) -> Callable[[str], None]:
         def announce(name: str) -> None:
             parameter = module._parameters.get(name)
-            number = unit_of.get(id(parameter), 0)
-            if number and schedule.weight_read(number):
-                tell(name, id(parameter))
+            if number := unit_of.get(id(parameter), 0):
+                with transforms.outside():
+                    if schedule.weight_read(number):
+                        tell(name, id(parameter))
 
         return announce
 
@@ -314,8 +327,9 @@ class _NodeEvents:
         self.reached: list[Callable[[], None]] = []
 
     def __call__(self, _gradients: Any) -> None:
-        for announce in (*self.over, *self.reached):
-            announce()
+        with transforms.outside():
+            for announce in (*self.over, *self.reached):
+                announce()
 
     @classmethod
     def of(cls, node: Any) -> _NodeEvents:
@@ -328,15 +342,16 @@ class _NodeEvents:
 
 
 class _UnitHooks:
-    """The hooks of one unit. ``open`` holds the calls between pre-forward and post-forward, innermost last.
-
-    With each call: whether an input has a graph, whether an input's node will say when its backward is over.
+    """The hooks of one unit. ``open`` holds the calls between pre-forward and post-forward, innermost last, each with
+    whether an input has a graph; ``recorded`` whether autograd holds records of those forwards.
     """
 
     def __init__(self, schedule: Schedule, index: int) -> None:
         self._schedule = schedule
         self._index = index
-        self._open: list[tuple[Call, bool, bool]] = []
+        self._open: list[tuple[Call, bool]] = []
+        self._recorded: list[bool] = []
+        self._saved = SavedWeights(schedule.units[index].spans, functools.partial(schedule.saved_weight_read, index))
 
     def before(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         grad = torch.is_grad_enabled()
@@ -345,11 +360,14 @@ class _UnitHooks:
         if call is None or self._schedule.depth_of(self._index) <= 1:
             self._open.clear()
         if call is None or not grad:
+            self._recorded.append(False)
             return
         nodes = {t.grad_fn for t in inputs if t.grad_fn is not None}
-        self._open.append((call, bool(inputs), bool(nodes)))
+        self._open.append((call, bool(inputs)))
         for node in nodes:
+            call.expect_end()
             _NodeEvents.of(node).over.append(lambda: self._schedule.post_backward(self._index, call))
+        self._recorded.append(not self._schedule.in_backward and self._saved.begin())
 
     def after(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
         if not self._schedule.observes(self._index):
@@ -358,20 +376,32 @@ class _UnitHooks:
         outputs = list(tensors_in(output))
         keep = False
         if grad:
-            call, differentiable, announced = self._open.pop() if self._open else (Call(self._index), True, False)
-            nodes = _nodes_of(outputs)
-            for node in nodes:
+            call, differentiable = self._open.pop() if self._open else (Call(self._index), True)
+            for node in _nodes_of(outputs):
                 _NodeEvents.of(node).reached.append(
-                    lambda: self._schedule.pre_backward(self._index, call, announced=announced)
+                    lambda: self._schedule.pre_backward(self._index, call, announced=call.announced)
                 )
-            keep = not outputs and (differentiable or self._schedule.trains(self._index))
+            recorded = bool(self._recorded) and self._recorded[-1]
+            keep = not (outputs or recorded) and (differentiable or self._schedule.trains(self._index))
         self._schedule.post_forward(self._index, grad, keep, outputs)
+
+    def ended(self) -> None:
+        """A forward has returned or raised."""
+        if self._recorded and self._recorded.pop():
+            self._saved.end()
 
 
 def _nodes_of(outputs: Sequence[Tensor]) -> set[Any]:
     """The autograd nodes that a gradient of ``outputs`` reaches first, those of views' bases included."""
     bases = [t._base for t in outputs if t._base is not None]
     return {t.grad_fn for t in (*outputs, *bases) if t.grad_fn is not None}
+
+
+def watch_gradients(outputs: Any, change: Callable[[Tensor], Tensor | None]) -> None:
+    """Call ``change`` with each gradient that reaches a tensor of ``outputs``; what it returns, unless None, counts."""
+    for tensor in tensors_in(outputs):
+        if tensor.grad_fn is not None:
+            tensor.register_hook(change)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -1,7 +1,11 @@
-"""Which unit is needed next: the order of the last pass of its kind. Must not know: units, collectives, why."""
+"""Which unit is needed next, by the last pass of its kind; which gathers ranks have agreed on.
+
+Must not know: units, collectives, why.
+"""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 
 
@@ -70,3 +74,38 @@ class PrefetchOrders:
             self.of[grad].request(unit)
         self._met = unit if turned else -1
         self.last = unit
+
+
+class AgreedOrder:
+    """In which order ranks gather units: what they have agreed on, so that they need not ask each other again.
+
+    [Note: Agreed gathers] Backends match gathers by their order alone. Where ranks gather different units gloo ends the
+    process, NCCL hangs or brings wrong weights. So after each few gathers one unit is expected, the one that came after
+    the same few before. A rank that gathers another one, or for the first time, asks the others before it does. As all
+    have the same past, all expect the same, and a rank that gathers what is expected needs nobody's answer: one that
+    does not is the one that asks. A gather that follows the same few as last time asks nothing; where the same few have
+    several successors, each change asks once. Each window begins without a past, so the second window sends what all
+    later ones send.
+    """
+
+    _PAST = 3
+
+    def __init__(self) -> None:
+        self.digest = 0
+        self._past: tuple[int, ...] = ()
+        self._next: dict[tuple[int, ...], int] = {}
+
+    def begin_window(self) -> None:
+        """All ranks have agreed on the gradients of a window. The next gather follows none."""
+        self._past = ()
+
+    def expects(self, unit: int) -> bool:
+        """Whether every rank knows that ``unit`` is gathered now."""
+        return self._next.get(self._past) == unit
+
+    def note(self, unit: int) -> None:
+        """``unit`` is gathered, on all ranks."""
+        if self._next.get(self._past) != unit:
+            self._next[self._past] = unit
+            self.digest = zlib.crc32(b"%d" % unit, self.digest)
+        self._past = (*self._past, unit)[-self._PAST :]

@@ -10,7 +10,8 @@ forward may have no backward. So nothing is counted down that must reach zero:
   over" (a node that produced an input runs). Where no input has a node, a fully trainable unit is resharded when all
   its parameters have their gradient, others at the end of backward
 - inside a backward hold, forward hooks of the unit do nothing: that is a recomputation, the weights are there
-- kept: nobody would tell us when its backward comes (no tensor came out), or an output is a view of its weights.
+- kept: nobody would tell us when its backward comes (no tensor came out, nor are there records of what was saved), or
+  an output is a view of its weights.
   Kept units stay until the window ends: another backward may need them. So do units through which a graph of the
   backward itself was recorded (create_graph)
 - the unit whose forward ended last waits until another unit is needed: at the turn from forward to backward it is
@@ -18,6 +19,9 @@ forward may have no backward. So nothing is counted down that must reach zero:
 - a weight that is read outside of its unit's forward, in a forward of something around it, has its unit unsharded and
   kept
 - a backward that does not read the weights (``Hold.forward_only``) unshards nothing
+- a weight that autograd asks for while its unit is not whole: as if a gradient had reached the outputs of the call that
+  saved it (saved_weights: [Note: On demand]). Where that is in no line, the unit is kept
+- what a run of autograd holds that accumulates nothing (``autograd.grad``) is held until the next run or forward
 - the root is held from the first forward of any module to the end of backward, or without grad to the end of the
   outermost forward
 
@@ -34,6 +38,7 @@ switches prefetching off for the rest of the pass; it changes time, never result
     begin_backward         the micro-batch is counted, the reducer begins, the root is unsharded if it is not
     pre_backward_root      as begin_backward, for the weights only: a gradient reached the outermost module's output
     pre_backward           what came after it in forward is over; then as pre_forward
+    saved_weight_read      as pre_backward, where that has not come
     post_accumulate_grad   the reducer takes the gradient; the first outside of begin_backward begins a bare one
     post_backward          the unit is closed and resharded, unless held or called elsewhere
     finalize_backward      all calls are over, everything is resharded and reduced; then maybe ``finish_gradients``
@@ -58,24 +63,28 @@ calls are over, where autograd still has gradients to accumulate. Within a unit'
 one ends with the run of autograd in which a gradient reached what the outermost module returned: its end is awaited
 from there, because a callback that is queued inside re-entrant checkpointing fires too early. Others, and those of a
 loss that was not made of the outermost module's output, last until the engine is called next, the model's next forward
-with grad, or the first use of a gradient that a parameter shows: then nothing more can come.
+with grad, or the first use of a gradient that a parameter shows: then nothing more can come. A part of the model that
+runs in between (a loss in chunks) belongs to the same micro-batch, at every stage.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardengine.comm import Coding, Collectives, Purpose
-from shardengine.ddp import Forward, Phase, Reducer
-from shardengine.errors import UsageError
+from shardengine.comm import BLOCKS, EVALUATE, Coding, Collectives, Purpose, gathering
+from shardengine.ddp import Forward, Phase, Reducer, StepState
+from shardengine.errors import MismatchError, UsageError
 from shardengine.runtime.calls import Call, Calls, Line
-from shardengine.runtime.prefetch_order import PrefetchOrders
+from shardengine.runtime.prefetch_order import AgreedOrder, PrefetchOrders
 from shardengine.runtime.recorded_window import Event, MicroBatch, RecordedWindow, What, in_order
+from shardengine.runtime.transforms import unwrapped
 from shardengine.runtime.unit import Unit, UnshardState
+from shardengine.runtime.written_weights import WrittenWeights
 from shardengine.stages import Stage
 from shardengine.trace import COMPUTE, Moment
 
@@ -115,7 +124,7 @@ class Hold:
 
     def finish(self, calls: set[Call]) -> None:
         """The backwards of ``calls`` are over; a late announcement in the same run of autograd means nothing."""
-        self.over |= {(call, torch._C._current_graph_task_id()) for call in calls}
+        self.over |= {(call, call.task) for call in calls}
         self.calls -= calls
 
     def clear(self) -> None:
@@ -169,6 +178,7 @@ class Schedule:
         if stage.moves_weights:
             reducer.divide({index: unit.index for index, unit in self._unit_of.items()})
         self._orders = PrefetchOrders()
+        self._agreed = {True: AgreedOrder(), False: AgreedOrder()}
         self._fetches = any(
             flat_buffer.homes.weights is not None for unit in units for flat_buffer in unit.flat_buffers
         )
@@ -178,10 +188,23 @@ class Schedule:
         self._outermost: list[object] = []  # as often as it has called itself
         self._backward_expected = False
         self._backward = Backward.NONE
+        self._is_scaled = False
         self._step_state = reducer.step_state
         self._window = reducer.step_state.window
         self._awaited_task = -1
+        self._task = -1
+        self._complete: Callable[[Collection[int]], None] = lambda touched: None
+        self._written: WrittenWeights | None = None
         self.turn = Turn()
+
+    def tell(self, written: WrittenWeights) -> None:
+        """``written`` hears when backwards begin and end, from now on."""
+        self._written = written
+
+    @property
+    def step_state(self) -> StepState:
+        """The window's."""
+        return self._step_state
 
     @property
     def last_requested(self) -> Unit:
@@ -205,7 +228,7 @@ class Schedule:
 
     def observes(self, index: int) -> bool:
         """Whether forwards of unit ``index`` matter now: not in a recomputation."""
-        return not self._holds[index].calls
+        return not (self._holds[index].calls and self.in_backward)
 
     def depth_of(self, index: int) -> int:
         """How many forwards of unit ``index`` are open."""
@@ -218,15 +241,20 @@ class Schedule:
 
     # Events of forward. ``grad``: whether autograd records.
 
-    def pre_forward_root(self, module: object, grad: bool) -> None:
-        """``module`` begins its forward; the outermost one opens a pass and unshards the root."""
+    def pre_forward_root(self, module: object, grad: bool, *, part: bool = False) -> None:
+        """``module`` begins its forward; the outermost one opens a pass and unshards the root.
+
+        part: it is not the whole model, whose forward alone ends the micro-batch of a bare backward.
+        """
         if self.in_backward:
             return
         if self._outermost:
             if self._outermost[0] is module:
                 self._outermost.append(module)  # it calls itself
             return
-        if grad:
+        if grad and part:
+            self._go_on()
+        elif grad:
             self.finish_open_backward()
         elif self._stage.moves_weights:
             self._step_state.require("a call of every rank", "a forward without grad")
@@ -235,11 +263,27 @@ class Schedule:
         self._backward_expected |= grad
         self._calls.inside.clear()
         if grad:
+            self._begin_run()
             self._calls.enter(module)
         for hold in self._holds:
             hold.depth = 0
         if not self.units[0].summoned:
             self._need(0)
+
+    def _begin_run(self) -> None:
+        """Unless this run of autograd goes on: those before it are over. What they held is held no longer, where they
+        accumulated nothing (``autograd.grad``); such a run ends at what was asked for, and left nothing to be served.
+        """
+        task = torch._C._current_graph_task_id()
+        if self._backward is not Backward.NONE or 0 <= task == self._task:
+            return
+        self._task = task
+        self._calls.leave()
+        for unit, hold in zip(self.units, self._holds, strict=True):
+            if hold.calls:
+                hold.finish(set(hold.calls))
+                hold.silent.clear()
+                self._reshard_unless_held(unit.index)
 
     def post_forward_root(self, module: object, views: Sequence[Tensor]) -> bool:
         """``module`` ended its forward; ``views``: tensors that it returned, which may be views of weights.
@@ -255,6 +299,8 @@ class Schedule:
         if self._grad_pass:
             return True
         expected = self._backward_expected
+        if not expected:  # a forward with grad would go on with casts that are older than its calls
+            torch.clear_autocast_cache()
         self._end_pass(lambda unit, hold: expected and (unit.index == 0 or hold.kept or bool(hold.calls)))
         self._grad_pass = True
         return True
@@ -316,7 +362,11 @@ class Schedule:
         Its backward will not announce itself, so the unit is kept.
         """
         unit, hold = self.units[index], self._holds[index]
-        if hold.depth or not self._outermost or unit.summoned or self.in_backward:
+        if self.in_backward:
+            if not unit.summoned:
+                self.saved_weight_read(index)  # by a recomputation of a part of it
+            return False
+        if hold.depth or not self._outermost or unit.summoned:
             return False
         if not hold.kept or unit.state is not UnshardState.UNSHARDED:
             hold.kept = True
@@ -335,7 +385,10 @@ class Schedule:
         current: the parameter whose gradient has come first.
         """
         window = self._window
+        if self._written is not None:
+            self._written.begin_backward(masters=self._reducer.early_use.enabled)
         self._step_state.require("another backward")
+        self._begin_run()
         window.begin_backward()
         final = window.is_boundary and window.synchronises
         synchronise = window.synchronises and (final or self._reducer.rules.sharded)
@@ -357,10 +410,13 @@ class Schedule:
         Where nobody has announced this backward, and it is the window's last, it hears of its end.
         """
         self._require_weights()
+        self._begin_run()
         if forward is not None and self._backward is not Backward.NONE:
             self._window.claim(forward)
         if line is not None:
             self._leave_behind(self._calls.turn_to(line))
+        if self._backward is Backward.NONE and self._written is not None:
+            self._written.before_backward(masters=self._reducer.early_use.enabled)
         if self._backward is not Backward.ENGINE and self._window.is_boundary and self._window.synchronises:
             self._await_end()
         if self._stage.moves_weights:
@@ -382,6 +438,7 @@ class Schedule:
     def pre_backward(self, index: int, call: Call, *, announced: bool) -> None:
         """A gradient reached the outputs of ``call`` of unit ``index``; announced: ``post_backward`` will come."""
         self._require_weights()
+        self._begin_run()
         hold = self._holds[index]
         if self.turn.waiting is not None and not hold.forward_only:
             self.turn.last = index if self.turn.waiting == index else None
@@ -396,6 +453,21 @@ class Schedule:
         if call.line is None or (self._calls.is_last(call) and not self._calls.waits_for_others(call)):
             self.recorded.note(What.ADMIT, index)
             self._reducer.admit(index)
+
+    def saved_weight_read(self, index: int) -> None:
+        """Autograd, where it runs, reads a weight of unit ``index`` that a forward saved (saved_weights: [Note: On
+        demand]). Where nobody has announced that, a gradient reaches the unit's call now."""
+        unit = self.units[index]
+        if unit.is_whole or torch._C._current_graph_task_id() < 0:
+            return
+        node: Any = torch._C._current_autograd_node()
+        call = None if node is None else self._calls.that_ran(index, node._sequence_nr())
+        if call is not None:
+            self.pre_backward(index, call, announced=call.announced)
+        if not unit.is_whole:
+            self._require_weights()
+            self._holds[index].kept = True
+            self._request(index)
 
     def _hold_for_backward(self, index: int, call: Call, *, announced: bool) -> None:
         hold = self._holds[index]
@@ -456,9 +528,26 @@ class Schedule:
         self._take(parameter, gradient)
         self._reducer.views.expect_more(parameter)
 
+    def begin_scaled(self) -> None:
+        """The loss of the running backward was scaled, which also holds for backwards inside of it (recomputation)."""
+
+        def over() -> None:
+            self._is_scaled = False
+
+        self._is_scaled = True
+        torch.autograd.Variable._execution_engine.queue_callback(over)
+
+    def _require_scale(self) -> None:
+        """The running backward is one without the engine."""
+        if self._reducer.rules.scaled and not self._is_scaled:
+            raise UsageError(
+                "Loss scaling is required: expected engine.backward(loss) or engine.scale(loss).backward() for each "
+                "loss, got a loss.backward() that leaves the loss scale out. To pass on a gradient of a scaled loss: "
+                "engine.backward(output, gradient.float() / engine.get_loss_scale())"
+            )
+
     def _begin_bare(self, current: int | None = None) -> None:
-        if self._reducer.rules.scaled:
-            raise UsageError("loss.backward() would leave out the loss scale: expected engine.backward(loss)")
+        self._require_scale()
         self.begin_backward(bare=True, current=current)
         if self._window.ends and torch._C._current_graph_task_id() != self._awaited_task:
             self._reducer.views.expect(self.finish_open_backward)
@@ -466,12 +555,14 @@ class Schedule:
     def _take(self, parameter: int, gradient: Tensor) -> None:
         if self._backward is Backward.NONE:
             self._begin_bare(parameter)
+        elif self._backward is Backward.BARE:
+            self._require_scale()
         unit = self._unit_of[parameter]
         if unit.index == 0 or not self._stage.moves_weights:
             self._reducer.on_gradient(parameter, gradient)
             return
         whole = unit.state is UnshardState.UNSHARDED or unit.is_summoned(parameter)
-        if not whole and not self._holds[unit.index].forward_only:
+        if unit.was_summoned and not whole and not self._holds[unit.index].forward_only:
             raise UsageError(
                 f"parameter {unit.name_of(parameter)!r} of unit {unit.name!r} received a gradient while its weights "
                 "were sharded, so the gradient was computed from NaN: expected its use inside a forward of the model, "
@@ -487,8 +578,10 @@ class Schedule:
 
     def backward_failed(self) -> None:
         """The backward that was begun raised."""
-        self._backward = Backward.NONE
+        self._backward, self._is_scaled = Backward.NONE, False
         self._calls.forget()
+        if self._written is not None:
+            self._written.end_backward(failed=True)
         self._step_state.backward_failed()
 
     def finalize_backward(self) -> None:
@@ -498,18 +591,48 @@ class Schedule:
             self._leave_behind(self._calls.finish())
         self._rest(spare_kept=True)
         self.recorded.end_micro_batch(final=self._window.ends)
+        self._end_writes()
         self._finish_gradients()
+
+    def _end_writes(self) -> None:
+        """UsageError where a weight has changed in this backward."""
+        try:
+            if self._written is not None:
+                self._written.end_backward()
+        except UsageError:
+            self.backward_failed()
+            raise
 
     def _finish_gradients(self) -> None:
         """No more gradients come in this backward."""
         self._reducer.finalize_backward()
         if self._step_state.phase is Phase.REDUCED:
-            self._reducer.finish_gradients()
+            self.complete_gradients()
+
+    def complete_gradients(self) -> None:
+        """The window's gradients are complete on this rank: agree on them, then call what waits for them."""
+        self._reducer.finish_gradients()
+        for agreed in self._agreed.values():
+            agreed.begin_window()
+        self._complete(self._reducer.touched)
+
+    def call_when_complete(self, call: Callable[[Collection[int]], None]) -> None:
+        """``call`` is told of the parameters whose gradients ranks have agreed on."""
+        self._complete = call
 
     def finish_open_backward(self) -> None:
         """End a bare backward ([Note: Bare backward])."""
+        self._is_scaled = False  # a run that raises tells nobody of its end
         if self._backward is Backward.BARE:
             self.finalize_backward()
+
+    def _go_on(self) -> None:
+        """A bare backward goes on with that of what runs now: what its last run of autograd has left open is over."""
+        if self._backward is Backward.BARE:
+            torch.clear_autocast_cache()  # as in ``_rest``
+            for call in [call for hold in self._holds for call in hold.calls]:
+                self._end_call(call)
+            self._calls.pause()
 
     def reshard_all(self) -> None:
         """Outside of any pass: reshard every unit (after a forward that had no backward, or that failed)."""
@@ -523,6 +646,7 @@ class Schedule:
         for unit in self.units:
             unit.recover()
         self._orders = PrefetchOrders()
+        self._agreed = {True: AgreedOrder(), False: AgreedOrder()}
         self._calls.forget()
         self.recorded.drop()
 
@@ -553,6 +677,7 @@ class Schedule:
                 for unit in self.units if self._keeps_inside else ():
                     unit.forget_kept()
             self._backward = Backward.NONE
+            self._end_writes()
             self._finish_gradients()
         except BaseException:
             self.backward_failed()
@@ -627,6 +752,7 @@ class Schedule:
                 unit.reshard(abandon=hold.lent)
             if self._grad_pass:
                 unit.forget_kept()
+                unit.forget_summoned()
             hold.clear()
 
     def _request(self, index: int) -> None:
@@ -645,7 +771,41 @@ class Schedule:
         self._wait_for_unshard(unit)
 
     def _unshard(self, unit: Unit) -> None:
+        agreed = self._agreed[self._grad_pass]
+        if not agreed.expects(unit.index):
+            self._ask(unit, agreed)
+        agreed.note(unit.index)
         unit.unshard(self._collectives, Purpose.WEIGHTS if self._grad_pass else Purpose.EVALUATION, self.coding)
+
+    def _ask(self, unit: Unit, agreed: AgreedOrder) -> None:
+        """Whether every rank gathers ``unit`` now (prefetch_order: [Note: Agreed gathers]); ``MismatchError`` on all of
+        them where not."""
+        mesh = self._collectives.mesh
+        if mesh.ranks == 1:
+            return
+        said = torch.tensor([unit.index, self._grad_pass, agreed.digest], dtype=torch.int64).view(torch.uint8)
+        what = gathering(unit.name, grad=self._grad_pass)
+        heard = self._collectives.exchange(said, what, self._reducer.finish_what_is_there)
+        rows = heard.contiguous().view(torch.int64).tolist()
+        other = next((rank for rank, row in enumerate(rows) if row != rows[0]), 0)
+        if not other:
+            return
+        if rows[0][1] != rows[other][1]:
+            trains, evaluates = (0, other) if rows[0][1] else (other, 0)
+            raise MismatchError(
+                f"rank {evaluates} is in a forward without grad where rank {trains} trains (this is rank {mesh.rank}). "
+                f"{EVALUATE}"
+            )
+        if rows[0][0] == rows[other][0]:
+            raise MismatchError(
+                f"ranks 0 and {other} have gathered the weights of different units before that of "
+                f"{self.units[rows[0][0]].name!r} (this is rank {mesh.rank}). {BLOCKS}"
+            )
+        ours, theirs = (self.units[row[0]].name for row in (rows[0], rows[other]))
+        raise MismatchError(
+            f"ranks run different modules: rank 0 needs the weights of unit {ours!r} where rank {other} needs those of "
+            f"{theirs!r} (this is rank {mesh.rank}). {BLOCKS}"
+        )
 
     def _wait_for_unshard(self, unit: Unit) -> None:
         if unit.state is UnshardState.SHARDED:
@@ -686,7 +846,7 @@ class Schedule:
             trace.add(COMPUTE, f"{what} {self.units[index].name}", hold.since, trace.moment())
 
     def _lend(self, index: int, views: Sequence[Tensor]) -> None:
-        keys = {view.untyped_storage()._cdata for view in views if view.layout is torch.strided}
+        keys = {view.untyped_storage()._cdata for view in map(unwrapped, views) if view.layout is torch.strided}
         for number in {0, index}:
             if self.units[number].state is UnshardState.UNSHARDED and self.units[number].owns_storage(keys):
                 self._holds[number].lent = True

@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -70,11 +71,26 @@ class Member:
 
 @dataclass(frozen=True, eq=False)
 class Summoned:
-    """What one ``full_params`` holds of a unit. members: indices of those whose parameters show it · parts: whole
+    """What one ``full_params`` holds of a unit. shown: what the parameters of these members show · parts: whole
     buckets; neighbours share a storage, so that a parameter in several of them is one view."""
 
-    members: frozenset[int]
+    shown: dict[Member, Tensor]
     parts: dict[Bucket, Tensor]
+
+    @property
+    def members(self) -> frozenset[int]:
+        """The indices of its members."""
+        return frozenset(member.index for member in self.shown)
+
+
+class Keeper(Protocol):
+    """Who keeps what the user's code has written into weights that are about to be let go of."""
+
+    def take(self, unit: Unit) -> None:
+        """The flat buffers of ``unit`` are released next."""
+
+    def take_summoned(self, unit: Unit, held: Summoned, *, writable: bool) -> None:
+        """What ``full_params`` holds of ``unit`` is let go of next. writable: rank 0's is kept, and known."""
 
 
 class Unit:
@@ -97,6 +113,13 @@ class Unit:
         self._in_flight: list[Work] = []
         self._summoned: list[Summoned] = []
         self._held: frozenset[int] = frozenset()
+        self.was_summoned = False
+        """Whether somebody may have made a graph of weights in a storage that is gone, since ``forget_summoned``."""
+        self._keeper: Keeper | None = None
+
+    def ask(self, keeper: Keeper) -> None:
+        """``keeper`` looks at weights before they are let go of, from now on."""
+        self._keeper = keeper
 
     def name_of(self, parameter: int) -> str:
         """The name of a parameter of it, given by its index in the layout."""
@@ -116,6 +139,11 @@ class Unit:
     def summoned(self) -> bool:
         """Whether ``full_params`` holds all of it."""
         return bool(self._summoned) and len(self._held) == len(self.members)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether what a forward saved of its weights can be read."""
+        return self.state is UnshardState.UNSHARDED
 
     def is_summoned(self, parameter: int) -> bool:
         """Whether ``full_params`` holds a parameter of it, given by its index in the layout."""
@@ -191,6 +219,8 @@ class Unit:
     def reshard(self, *, abandon: bool = False, keep_inside: bool = False) -> None:
         """UNSHARDED → SHARDED: free the full weights. abandon: as in ``FlatBuffer.release``, views live on ·
         keep_inside: keep the shard group's slice of them for the next ``unshard``."""
+        if self._keeper is not None and self.state is UnshardState.UNSHARDED:
+            self._keeper.take(self)
         self._move(UnshardState.SHARDED)
         for bucket in self.buckets():
             bucket.keep_inside(keep_inside)
@@ -214,6 +244,12 @@ class Unit:
         self.state = UnshardState.SHARDED
         for flat_buffer in self.flat_buffers:
             flat_buffer.release(abandon=True)
+
+    def forget_gathered(self) -> None:
+        """What was gathered ahead is old now."""
+        if self.state is UnshardState.UNSHARDING:
+            self.wait_for_unshard()
+            self.reshard()
 
     def relocate(self) -> None:
         """From UNSHARDED: the same weights in other memory, because something in flight may write into the old one."""
@@ -247,13 +283,27 @@ class Unit:
                     found.append(member)
         return found
 
+    def written(self, versions: Sequence[int]) -> list[Member]:
+        """From UNSHARDED: whose parameter was written or shows something else, except by ways that torch does not
+        count. versions: of each parameter of the layout, as they were."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return [
+                member
+                for member in self.members
+                if (
+                    member.parameter._version != versions[member.index]
+                    or member.parameter.data_ptr() != member.view.data_ptr()
+                )
+                and member.index not in self._held
+            ]
+
     def summon(self, collectives: Collectives, wanted: Collection[int]) -> Summoned:
         """Show full weights of the parameters ``wanted`` that are not summoned yet, in storages of their own: what
         happens in ``full_params`` cannot harm the flat buffers. Only buckets that hold some of them are gathered."""
         members = frozenset(wanted) - self._held
         names = {self._names[index] for index in members}
         parts: dict[Bucket, Tensor] = {}
-        shown: list[tuple[Member, Tensor]] = []
+        shown: dict[Member, Tensor] = {}
         for flat_buffer, in_slots in self._by_slot:
             for run in _runs(flat_buffer, names):
                 first, end = run[0].layout.start, run[-1].layout.end
@@ -267,10 +317,11 @@ class Unit:
                     ).wait()
                 for member, slot in zip(in_slots, flat_buffer.layout.slots, strict=True):
                     if member.index in members and first <= slot.start < end:
-                        shown.append((member, flat_buffer.view_of(fresh, member.slot, first)))
-        for member, view in shown:
+                        shown[member] = flat_buffer.view_of(fresh, member.slot, first)
+        for member, view in shown.items():
             member.show(view)
-        held = Summoned(members, parts)
+        self.was_summoned |= torch.is_grad_enabled()
+        held = Summoned(shown, parts)
         self._hold([*self._summoned, held])
         return held
 
@@ -279,10 +330,11 @@ class Unit:
         ``recover`` has ended it."""
         if held not in self._summoned:
             return
+        if self._keeper is not None:
+            self._keeper.take_summoned(self, held, writable=writable)
         self._hold([other for other in self._summoned if other is not held])
-        if writable and self.state is UnshardState.UNSHARDING:  # gathered ahead, with what is old now
-            self.wait_for_unshard()
-            self.reshard()
+        if writable:
+            self.forget_gathered()
         for bucket, part in held.parts.items() if writable else ():
             collectives.broadcast(part, bucket.layout, Purpose.WHOLE_WEIGHTS)
             bucket.shard(writable=True).copy_(bucket.own_slice(part, bucket.rests))
@@ -290,6 +342,16 @@ class Unit:
                 bucket.full.copy_(part)
             bucket.adopt_weights()
         self.show()
+
+    def let_go(self, held: Summoned) -> None:
+        """After an error: end ``summon`` without looking at what was written. Local."""
+        if held in self._summoned:
+            self._hold([other for other in self._summoned if other is not held])
+            self.show()
+
+    def forget_summoned(self) -> None:
+        """A window is over, and with it its graphs."""
+        self.was_summoned = bool(self._summoned)
 
     def _hold(self, summoned: list[Summoned]) -> None:
         self._summoned = summoned
@@ -308,6 +370,15 @@ class Unit:
     def owns_storage(self, keys: Collection[int]) -> bool:
         """Whether one of the storages with identity ``keys`` is a flat buffer of this unit."""
         return any(flat_buffer.storage_key in keys for flat_buffer in self.flat_buffers)
+
+    def summons_storage(self, key: int) -> bool:
+        """Whether ``full_params`` holds weights of this unit in the storage with identity ``key``."""
+        return any(part.untyped_storage()._cdata == key for held in self._summoned for part in held.parts.values())
+
+    def spans(self) -> list[tuple[int, int]]:
+        """Where its weights lie in memory now, first and last address of each part; those that are summoned apart."""
+        flats = [flat_buffer.flat for flat_buffer in self.flat_buffers if flat_buffer.storage_bytes]
+        return [(flat.data_ptr(), flat.data_ptr() + flat.nbytes) for flat in flats]
 
     def _move(self, target: UnshardState) -> None:
         if (self.state, target) not in _LEGAL:

@@ -3,6 +3,7 @@
 partition     the parameters of a model, in units and outside of them, and what ranks compare of them
 wrapping      which modules are units
 inner         parameters that consist of several tensors (quantised ones)
+shared_memory parameters in the memory of something else, which are refused
 layout        offsets, padding and slices, as integers
 readiness     when buckets are full, given the order in which gradients come
 bucket        flat storage, and views into it
@@ -22,6 +23,7 @@ from shardengine.sharding.bucket import (
     SHARD,
     Bucket,
     FlatBuffer,
+    Span,
     holds_weights,
     in_memory_order,
     mark_weights,
@@ -31,7 +33,16 @@ from shardengine.sharding.flat_slices import BUFFER, WEIGHT, FlatSlice, FullTens
 from shardengine.sharding.layout import BucketLayout, FlatBufferLayout, Layout, ParameterSpec, Piece
 from shardengine.sharding.left_shards import LeftBucket, LeftShards
 from shardengine.sharding.partition import Partition, dtype_of, ignored_by, memory_order
-from shardengine.sharding.poison import AWAY, IN_FLIGHT, SHARDED, Elsewhere, restore_poison, reveal
+from shardengine.sharding.poison import (
+    AWAY,
+    IN_FLIGHT,
+    SHARDED,
+    Elsewhere,
+    explain_let_go,
+    restore_poison,
+    reveal,
+    stand_in,
+)
 from shardengine.sharding.precision import Precision, ScalePolicy
 from shardengine.sharding.readiness import is_worth_moving
 from shardengine.sharding.wrapping import is_lookup
@@ -59,8 +70,10 @@ __all__ = [
     "Piece",
     "Precision",
     "ScalePolicy",
+    "Span",
     "Targets",
     "dtype_of",
+    "explain_let_go",
     "holds_weights",
     "ignored_by",
     "in_memory_order",
@@ -77,4 +90,5 @@ __all__ = [
     "reveal",
     "shaped",
     "slices_of",
+    "stand_in",
 ]

@@ -9,7 +9,7 @@ backward. It is replaced where it must be left to somebody else: to a view outsi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,8 @@ SHARD = "shard"
 """The name of sharded weights in their store."""
 MASTER = "master"
 """The name in a bucket's state store of what its optimizer steps, where that is not the weights themselves."""
+Span = tuple[int, int]
+"""Elements [first, end) of a flat buffer."""
 _AT_ONCE = 2**22
 """Elements of weights that are compared with their masters at once."""
 
@@ -166,13 +168,76 @@ class Bucket:
         if self.has_master:
             self.stepped_weights().copy_(self.state_store.tensors()[MASTER])
 
-    def adopt_weights(self) -> None:
-        """The weights were written by somebody: masters follow, but keep their bits where the weights still fit."""
-        if self.has_master:
-            weights = self.stepped_weights(writable=False)
-            if any(bool(changed.any()) for *_, changed in _written(weights, self.state_store.tensors()[MASTER])):
-                for weight, master, changed in _written(weights, self.state_store.tensors(writable=True)[MASTER]):
-                    master.copy_(torch.where(changed, weight.to(master.dtype), master))
+    def adopt_weights(self, spans: Sequence[Span] | None = None) -> None:
+        """The weights were written by somebody: masters follow, but keep their bits where the weights still fit.
+
+        spans: where, in the flat buffer; None: all of it.
+        """
+        if not self.has_master or not (spans := self.unlike_masters(spans)):
+            return
+        for weight, master, differs in self._beside_masters(spans, writable=True):
+            master.copy_(torch.where(differs, weight.to(master.dtype), master))
+
+    def unlike_masters(self, spans: Sequence[Span] | None = None) -> list[Span]:
+        """What of ``spans`` this rank steps, None: of everything, where the weights are not their masters rounded."""
+        own = self._meet(spans, self.state_interval) if self.has_master else []
+        return [span for span in own if any(bool(differs.any()) for *_, differs in self._beside_masters([span]))]
+
+    def _beside_masters(
+        self, spans: Sequence[Span] | None, *, writable: bool = False
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Weights, their masters, and where they are not those masters rounded, part by part, which bounds the
+        memory."""
+        weights = self.stepped_weights(writable=False)
+        masters = self.state_store.tensors(writable=writable)[MASTER]
+        for span in self._meet(spans, self.state_interval):
+            own = self._at(span, self.state_interval, weights), self._at(span, self.state_interval, masters)
+            for given, master in zip(own[0].split(_AT_ONCE), own[1].split(_AT_ONCE), strict=True):
+                weight = given.to(master.device)
+                yield weight, master, weight != master.to(weight.dtype)
+
+    def keep(self, spans: Sequence[Span], whole: Tensor) -> None:
+        """Somebody wrote into ``whole``, all of the bucket's weights, at these places of the flat buffer: what of it is
+        this rank's goes to where it rests, between two steps or in the middle of a pass."""
+        self.kept_inside = None
+        own, store = self._meet(spans, self.interval), self.weight_store
+        if not own or (store is None and whole is self.full):
+            return
+        shard = self.full if store is None else store.check_out()[SHARD]
+        for span in own:
+            self._at(span, self.interval, shard).copy_(self._at(span, (self.layout.start, self.layout.end), whole))
+        if store is not None:
+            store.check_in()
+
+    def kept(self, spans: Sequence[Span]) -> Iterator[tuple[int, Tensor]]:
+        """What this rank keeps of ``spans``: where each part begins in the flat buffer, and its weights."""
+        weights = self.weights()
+        for span in self._meet(spans, self.interval):
+            yield span[0], self._at(span, self.interval, weights)
+
+    def unlike_shard(self, whole: Tensor, spans: Sequence[Span] | None = None) -> bool:
+        """Whether ``whole``, all of the bucket's weights, has other bits than this rank keeps of ``spans`` (None: of
+        everything); the host waits."""
+        if self.weight_store is None and whole is self.full:
+            return False
+        shard = self.weights()
+        for span in self._meet(spans, self.interval):
+            kept = self._at(span, self.interval, shard)
+            shown = self._at(span, (self.layout.start, self.layout.end), whole)
+            if bool((_bits(shown) != _bits(kept.to(shown.device))).any()):
+                return True
+        return False
+
+    def _meet(self, spans: Sequence[Span] | None, interval: Span) -> list[Span]:
+        """What of ``spans``, None: of everything, is in ``interval``."""
+        given = [interval] if spans is None else spans
+        cut = [(max(first, interval[0]), min(end, interval[1])) for first, end in given]
+        return [(first, end) for first, end in cut if first < end]
+
+    @staticmethod
+    def _at(span: Span, interval: Span, values: Tensor) -> Tensor:
+        """The elements ``span`` of ``values``, which lie at ``interval`` of the flat buffer."""
+        return values[span[0] - interval[0] : span[1] - interval[0]]
 
     @property
     def writes_file(self) -> bool:
@@ -267,11 +332,12 @@ class Bucket:
             self.weight_store.prefetch()
 
 
-def _written(weights: Tensor, masters: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Weights, their masters, and where they are not those masters rounded, part by part, which bounds the memory."""
-    for given, master in zip(weights.split(_AT_ONCE), masters.split(_AT_ONCE), strict=True):
-        weight = given.to(master.device)
-        yield weight, master, weight != master.to(weight.dtype)
+def _bits(values: Tensor) -> Tensor:
+    """Integers, which are equal where the bits are."""
+    return values.view(_INTEGERS.get(values.element_size(), torch.uint8))
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class FlatBuffer:

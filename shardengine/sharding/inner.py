@@ -218,8 +218,9 @@ def check(name: str, parameter: nn.Parameter) -> None:
     kind = own_class(parameter).__name__
     if kind == "DTensor":
         raise UsageError(
-            f"parameter {name!r} is a DTensor, which torch has spread over ranks: expected whole parameters, which "
-            "initialize shards; take .full_tensor() of it"
+            f"parameter {name!r} is a DTensor, which torch has spread over ranks: expected ordinary parameters, which "
+            "initialize shards; take .full_tensor() of it, or, for tensor parallelism, its .to_local() with a library "
+            "that works with each rank's own tensors"
         )
     if is_outer(parameter) and parameter.requires_grad:
         raise UsageError(

@@ -26,6 +26,10 @@ alignment is what makes results independent of the layout. Where states are kept
 each, what is trainable starts at multiples of 256, so that no cut goes through a block. Padding is zero, belongs to the
 layout, and is counted in every formula.
 
+[Note: Tiny buckets] A bucket size that is far below a parameter would make hundreds of collectives of it. So where a
+parameter of a flat buffer has more than ``MOST_PIECES`` times as many elements, the buckets there may be as large as it
+is, up to ``FIRST_BUCKET_ELEMENTS``.
+
 [Note: Rows] A parameter whose gradient is sparse has a flat buffer of its own, so that its buckets hold nothing else.
 Its slices are cut between rows as well, so that each row has one owner; where that might pad more than a quarter of
 what the parameter has, it lies among the others.
@@ -46,6 +50,7 @@ ALIGN_BYTES = 64
 """A CPU's."""
 ALIGN_ELEMENTS = 16
 FIRST_BUCKET_ELEMENTS = 262_144
+MOST_PIECES = 8
 
 
 @dataclass(frozen=True)
@@ -156,6 +161,11 @@ class BucketLayout:
     def slice_length(self) -> int:
         """Elements of one rank's slice."""
         return self.length // self.ranks
+
+    @property
+    def whole_interval(self) -> tuple[int, int]:
+        """All of it, in coordinates of the flat buffer."""
+        return self.start, self.end
 
     def interval(self, placement: Placement, rank: int) -> tuple[int, int]:
         """What ``rank`` holds of a tensor that is placed so, in coordinates of the flat buffer."""
@@ -348,9 +358,10 @@ def build(
 
     families: of each optimizer group; where nothing is said all are one.
 
-    The cap is a true cap, but never below one aligned slice per rank (or one parameter, see ``Cuts``). Flat buffers
-    come in the order in which backward is expected to fill them: last unit first, the root last; inside, parameters as
-    their gradients ``came``, and in reverse registration order where that was not seen.
+    The cap is a true cap, but never below one aligned slice per rank (or one parameter, see ``Cuts``), nor far below a
+    parameter ([Note: Tiny buckets]). Flat buffers come in the order in which backward is expected to fill them: last
+    unit first, the root last; inside, parameters as their gradients ``came``, and in reverse registration order where
+    that was not seen.
     replicas: shard groups of the ranks.
     """
     flat_buffers: list[FlatBufferLayout] = []
@@ -370,10 +381,13 @@ def build(
             row = specs[alone].row if alone >= 0 else 0
             align = math.lcm(align, row) if row else align
             filled = sorted(chosen, key=lambda i: (specs[i].came, -i))
-            slots = _place(specs, filled, align, bucket_elements)
+            whole = cuts.whole and trainable
+            largest = 0 if whole else max(specs[i].numel for i in chosen)
+            most = _not_tiny(bucket_elements, ranks * align, largest)
+            slots = _place(specs, filled, align, most)
             buckets: list[BucketLayout] = []
-            cap = _caps(ranks * align, bucket_elements)
-            if cuts.whole and trainable:
+            cap = _caps(ranks * align, most)
+            if whole:
                 slots, edges = _place_whole(slots, ranks * align, *cap)
             else:
                 edges = list(_cut(slots[-1].padded_end, ranks * align, *cap))
@@ -421,6 +435,11 @@ def _place(specs: list[ParameterSpec], order: list[int], align: int, bucket_elem
     if cursor == 0:
         raise InternalError(f"parameters without elements cannot be laid out alone: {[specs[i].name for i in order]}")
     return slots
+
+
+def _not_tiny(cap: int, quantum: int, largest: int) -> int:
+    """``cap``, or more where a parameter has ``largest`` elements ([Note: Tiny buckets])."""
+    return max(cap, min(largest, FIRST_BUCKET_ELEMENTS)) if largest > MOST_PIECES * max(cap, quantum) else cap
 
 
 def _caps(quantum: int, cap: int) -> tuple[int, int]:

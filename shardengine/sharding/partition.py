@@ -30,12 +30,13 @@ from shardengine.config import nearest
 from shardengine.errors import UsageError
 from shardengine.loading import Source
 from shardengine.offload import HOST
-from shardengine.sharding import inner
+from shardengine.sharding import inner, shared_memory
 from shardengine.sharding.layout import ParameterSpec
 from shardengine.sharding.left_shards import LeftShards
 from shardengine.sharding.precision import Precision
 from shardengine.sharding.wrapping import automatic_units, class_of
 
+_IN_FP32 = "_shardengine_in_fp32"
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")
 
 
@@ -51,6 +52,7 @@ class Partition:
     left: what an engine that was closed without gathering has left on the model
     source: what gives the values of parameters and buffers that have none on any rank
     sparse: names of those whose gradients are sparse, or are treated so (``with_sparse``)
+    shared: names of frozen parameters that came in the memory of something else → of that (``shared_memory``)
     modules, places: every module, and (name, a module's dict, key in it, parameter or child): to see what was replaced
     """
 
@@ -66,6 +68,7 @@ class Partition:
     around: Mapping[str, nn.Parameter] = field(default_factory=dict)
     ignored: Mapping[str, nn.Parameter] = field(default_factory=dict)
     sparse: frozenset[str] = frozenset()
+    shared: Mapping[str, str] = field(default_factory=dict)
 
     def named_outside(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters outside of the flat buffers with their first names."""
@@ -110,10 +113,14 @@ def analyse(
     for name, parameter in names.items():
         all_names.setdefault(id(parameter), []).append(name)
     parameters = list({id(parameter): parameter for parameter in names.values()}.values())
+    _mark_norms(model)
     dtypes = {id(p): dtype_of(p, which) for p in parameters}
     left = LeftShards.on(model)
     _check(parameters, all_names, dtypes, left, scaled=which.trains_fp16)
     _check_wrappers(model)
+    shown = {all_names[id(p)][0]: p for p in parameters if left is None or not left.hides(p)}
+    shared = shared_memory.check(shown, dict(model.named_buffers()), left_alone)
+    _check_scripted(model, {id(p) for p in parameters if p.numel() and (p.requires_grad or shards_weights)})
     counted = {id(parameter) for parameter in parameters}
     units, unit_of = _assign(model, sharded_units(model, setting), counted) if shards_weights else ([], {})
     inside = [p for p in parameters if p.numel() and (p.requires_grad or shards_weights) and not inner.is_beside(p)]
@@ -126,8 +133,9 @@ def analyse(
         specs = [replace(s, order=left.order_of(p)) if left.hides(p) else s for s, p in zip(specs, inside, strict=True)]
     chosen = {id(p) for p in inside}
     outside = [p for p in parameters if id(p) not in chosen]
-    modules, places = list(model.modules()), places_of(model)
-    return Partition(names, inside, specs, outside, units, modules, places, left, around=around, ignored=left_alone)
+    modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+    found = Partition(names, inside, specs, outside, units, modules, places_of(model), left)
+    return replace(found, around=around, ignored=left_alone, shared=shared)
 
 
 def ignored_by(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Parameter]:
@@ -148,6 +156,12 @@ def ignored_by(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Parame
     return {name: parameter for name, parameter in named.items() if id(parameter) in chosen}
 
 
+def left_behind(model: nn.Module, found: Partition) -> dict[str, str]:
+    """``shared_memory.left_behind`` of the parameters that get another place."""
+    moved = {id(parameter) for parameter in found.inside if found.left is None or not found.left.hides(parameter)}
+    return shared_memory.left_behind(model, {name: p for name, p in found.names.items() if id(p) in moved})
+
+
 def _names(model: nn.Module, ignored: Collection[int]) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
     """``Partition.names`` and ``Partition.around``. ignored: ids of parameters that are in neither."""
     own = {n: p for n, p in model.named_parameters(remove_duplicate=False) if id(p) not in ignored}
@@ -161,6 +175,7 @@ def places_of(model: nn.Module) -> list[tuple[str, Mapping[str, Any], str, Any]]
     return [
         (f"{prefix}.{key}" if prefix else key, holder, key, value)
         for prefix, module in model.named_modules()
+        if not isinstance(module, torch.jit.ScriptModule)
         for holder in (module._parameters, module._modules)
         for key, value in holder.items()
     ]
@@ -184,6 +199,7 @@ def renew(model: nn.Module, old: Partition, group_of: dict[int, int], *, scaled:
         spec = known.get(id(p))
         if p.requires_grad and (spec is None or not spec.trainable):
             _check_trainable(names[id(p)][0], p.dtype, scaled=scaled)
+            shared_memory.check_unfrozen(names[id(p)][0], old.shared)
         if spec is None and p.requires_grad and p.numel():
             # outside: weights rest replicated, there is only the root
             spec = _spec(p, names[id(p)], p.dtype, 0, numbers.get(id(p), 0))
@@ -199,8 +215,22 @@ def dtype_of(parameter: nn.Parameter, which: Precision) -> torch.dtype:
     """The dtype that ``parameter`` is trained in."""
     if which.cast is None or not parameter.is_floating_point():
         return parameter.dtype
+    if _IN_FP32 in vars(parameter):
+        return torch.float32
     scaled = parameter.dtype.itemsize == 1 and not parameter.requires_grad  # float8, whose scales are elsewhere
     return parameter.dtype if scaled or inner.is_inner(parameter) or inner.is_packed(parameter) else which.cast
+
+
+def _mark_norms(model: nn.Module) -> None:
+    """Parameters of a norm whose running statistics are in fp32 stay there, too: torch's norms take inputs in bf16 and
+    fp16 then, and give outputs in the same dtype, but no weights beside statistics of another dtype."""
+    for parameter in model.parameters():
+        vars(parameter).pop(_IN_FP32, None)
+    for module in model.modules():
+        statistics = [b for name, b in module._buffers.items() if b is not None and name.startswith("running_")]
+        if any(each.dtype is torch.float32 for each in statistics):
+            for parameter in module.parameters(recurse=False):
+                vars(parameter)[_IN_FP32] = True
 
 
 def _numbers(parameters: Sequence[nn.Parameter]) -> dict[int, int]:
@@ -372,6 +402,13 @@ def _check_trainable(name: str, dtype: torch.dtype, *, scaled: bool) -> None:
             f"parameter {name!r} is {dtype}, whose gradients vanish or overflow unless the loss is scaled: expected "
             '"fp16": {"enabled": true} in the config, or model.float(), model.bfloat16(), or a frozen parameter'
         )
+    if dtype.is_complex:
+        raise UsageError(
+            f"parameter {name!r} is {dtype}: expected trainable parameters in torch.float32, torch.bfloat16 or "
+            "torch.float16; keep nn.Parameter(torch.view_as_real(...)), whose last dimension holds the real and the "
+            "imaginary part, use torch.view_as_complex(it) in forward, and call torch.view_as_complex on it to read "
+            "it; or freeze it"
+        )
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise UsageError(
             f"parameter {name!r} is {dtype}: expected trainable parameters in torch.float32, torch.bfloat16 or "
@@ -409,6 +446,17 @@ def check_dense(model: nn.Module, found: Partition, stage: str) -> None:
             )
 
 
+def check_split(found: Partition) -> None:
+    """``UsageError`` for a trained weight that is not bf16, where masters are kept as what bf16 lacks."""
+    for spec in found.specs:
+        if spec.trainable and spec.dtype != "bfloat16":
+            raise UsageError(
+                f"bf16.split_masters keeps beside a bf16 weight what it lacks of fp32, and parameter {spec.name!r} "
+                f"stays in torch.{spec.dtype}, as the running statistics of its norm are: expected split_masters to be "
+                "false, that norm frozen, or its statistics in bf16"
+            )
+
+
 def check_max_norm(model: nn.Module, ranks: int) -> None:
     """``UsageError`` for an embedding that writes its weight in forward, on each of ``ranks`` other rows."""
     for name, module in model.named_modules():
@@ -440,6 +488,26 @@ def check_sync_batch_norm(model: nn.Module, device: torch.device, ranks: int, se
                 f"module {name!r} is a SyncBatchNorm over {found} ranks, and the engine has {ranks}: expected "
                 "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model, process_group) with the engine's ranks"
             )
+
+
+def _check_scripted(model: nn.Module, inside: Collection[int]) -> None:
+    """``UsageError`` for TorchScript that cannot stay as it is: it takes no hooks, and its parameters belong to it.
+    inside: ids of the parameters whose places the engine gives."""
+    for name, module in model.named_modules():
+        if not isinstance(module, torch.jit.ScriptModule):
+            continue
+        held = [key for key, parameter in module.named_parameters() if id(parameter) in inside]
+        if name and not held:
+            continue
+        whole = "a model of Python modules, of which a frozen part may be TorchScript"
+        if name:
+            whole = f'"ignored_parameters": ["{name}.*"] in the config where it is frozen'
+        raise UsageError(
+            f"{f'module {name!r}' if name else 'the model'} is TorchScript (torch.jit.script or torch.jit.trace)"
+            + (f" with the parameter {held[0]!r}" if held else "")
+            + ", which takes no hooks and holds its parameters itself: expected the Python module that it was made "
+            f"from (torch.compile makes that one fast; torch.jit.script again after training), or {whole}"
+        )
 
 
 def _check_wrappers(model: nn.Module) -> None:

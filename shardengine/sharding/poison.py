@@ -10,6 +10,9 @@ own class, whose ``__torch_function__`` lets attributes and views pass and raise
 values. Which operations do is not a list of names: a dispatch mode looks at what reaches ATen, where every operation
 declares what it aliases. Weights that are there cost nothing, because their parameters have their ordinary class.
 
+A state dict of such parameters has their names and shapes, and hidden tensors for values, whose memory is refused, too:
+a file would hold the poison of a single element.
+
 What does not go by ``torch``'s Python functions is not seen and finds NaN: C++ code of somebody else, a class of
 parameters that has a ``__torch_function__`` of its own. Most writes raise in ATen there, because all elements are one;
 fills are found later (``restore_poison``).
@@ -18,6 +21,7 @@ fills are found later (``restore_poison``).
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -91,13 +95,20 @@ class Elsewhere:
     where: str
     reading: str
     writing: str = ""
+    saving: str = ""
+    """Added where the values were wanted to be saved."""
 
 
 _INSIDE = (
     "expected this inside of `with engine.full_params():`, which every rank opens",
     "expected this inside of `with engine.full_params(writable=True):`, which every rank opens",
 )
-SHARDED = Elsewhere("its weights are sharded", *_INSIDE)
+_SAVING = (
+    ". A state dict that is made then has names and shapes alone: save with engine.save_pretrained(dir) or "
+    "engine.state_dict(), under the name deepspeed engine.save_16bit_model(dir), with a Trainer "
+    "trainer.save_model(dir), each on every rank"
+)
+SHARDED = Elsewhere("its weights are sharded", *_INSIDE, _SAVING)
 IN_FLIGHT = Elsewhere("its stepped weights are on their way (overlap_param_gather)", *_INSIDE)
 AWAY = Elsewhere("its weights are in host memory", "call engine.reload_states() first")
 
@@ -136,6 +147,14 @@ def reveal(parameter: nn.Parameter, shown: Tensor) -> None:
         alias.data = shown
 
 
+def stand_in(parameter: Tensor, name: str, elsewhere: Elsewhere = SHARDED) -> Tensor:
+    """A hidden tensor of ``parameter``'s shape and dtype, which hides for good, whatever ``parameter`` shows later."""
+    made = poison(parameter.dtype, tuple(parameter.shape), parameter.device).detach()
+    vars(made)[_HIDDEN] = name, elsewhere
+    made.__class__ = _hidden_kind(Tensor)
+    return made
+
+
 class _Hidden:
     """A tensor whose values are elsewhere."""
 
@@ -147,14 +166,16 @@ class _Hidden:
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Attributes and views pass. Raises: UsageError where values are asked for or given."""
-        if function.__name__ in _WITHOUT_VALUES:
+        if function.__name__ == "__set__" and function == _SET_DATA:
+            _check_given(*args)
+        if function.__name__ in _WITHOUT_VALUES and (function not in _OF_MEMORY or issubclass(cls, nn.Parameter)):
             result = _call(function, types, args, kwargs or {})
         else:
             found = next(each for each in _tensors((args, kwargs)) if isinstance(each, _Hidden))
             if function in _PRINTED:
                 name, elsewhere = vars(found)[_HIDDEN]
                 return f"<{name}: shape {tuple(found.shape)}, {found.dtype}; {elsewhere.where}>"
-            if function in _BY_PYTHON:
+            if function in _BY_PYTHON or function in _OF_MEMORY:
                 _refuse(found, function.__name__, "read")
             with _Refusal(found, function.__name__):
                 result = _call(function, types, args, kwargs or {})
@@ -175,6 +196,16 @@ def _hide_too(result: Any, given: Any) -> None:
             vars(each)[_HIDDEN] = next(vars(other)[_HIDDEN] for other in _tensors(given) if isinstance(other, _Hidden))
             if not isinstance(each, _Hidden):
                 each.__class__ = _hidden_outer_kind(type(each)) if is_outer(each) else _hidden_kind(type(each))
+
+
+def _check_given(target: Tensor, value: Tensor) -> None:
+    """``target.data = value``: UsageError where that would be lost, because ``reveal`` puts the weights in its place,
+    or is another parameter's poison, which is the same memory. Its own may be given back (``module.to(device)``)."""
+    if not isinstance(target, _Hidden):
+        return
+    given, own = vars(value).get(_HIDDEN), vars(target)[_HIDDEN]
+    if given != own and (given is not None or own[1].writing):
+        _refuse(target, "an assignment to .data", "written")
 
 
 @functools.cache
@@ -227,8 +258,11 @@ def _goes_without_values(func: Any) -> bool:
 def _refuse(found: Tensor, called: str, what: str) -> None:
     name, elsewhere = vars(found)[_HIDDEN]
     instead = (elsewhere.writing if what == "written" else "") or elsewhere.reading
-    before = "; call .to(), .half() and the like on a model before initialize" if what == "moved or cast" else ""
-    raise UsageError(f"{name} was {what} by {called} while {elsewhere.where}: {instead}{before}")
+    if what == "moved or cast":
+        instead += "; call .to(), .half() and the like on a model before initialize"
+    if called in _SAVES:
+        instead += elsewhere.saving
+    raise UsageError(f"{name} was {what} by {called} while {elsewhere.where}: {instead}")
 
 
 def _is_poison(value: object) -> bool:
@@ -262,8 +296,15 @@ _WITHOUT_VALUES = {
 }
 """Names of functions that are called often. Others are asked by ``_Refusal``."""
 _PRINTED = {Tensor.__repr__, Tensor.__format__}
-_BY_PYTHON = {Tensor.__array__, Tensor.__dlpack__, Tensor.__reduce_ex__, Tensor.numpy, Tensor.tolist}
+_BY_PYTHON = {
+    *(Tensor.__array__, Tensor.__deepcopy__, Tensor.__dlpack__, Tensor.__reduce_ex__, Tensor.numpy, Tensor.tolist),
+}
 """They read values without an operation of ATen."""
+_OF_MEMORY = {Tensor.data_ptr, Tensor.storage, Tensor._typed_storage, Tensor.untyped_storage}
+"""What savers of files read values by. A parameter tells them: frameworks ask which of them are tied, and the memory of
+poison is there."""
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_SAVES = {"__deepcopy__", "__reduce_ex__", "clone", "contiguous", *(each.__name__ for each in _OF_MEMORY)}
 _FROM_SHAPE = {
     f"aten::{name}"
     for name in (
@@ -271,3 +312,18 @@ _FROM_SHAPE = {
         *("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros", "is_same_size"),
     )
 }
+
+
+def explain_let_go(error: BaseException) -> None:
+    """Add to torch's ``error`` about memory that is not there what to do, once: it may be that of weights that were let
+    go of, which somebody has kept without the parameter."""
+    if _NOT_THERE.search(str(error)) and not any("let go of" in note for note in getattr(error, "__notes__", ())):
+        error.add_note(
+            "shardengine: at stage 3 the memory of gathered weights is let go of when their unit has run. A tensor "
+            "over it (weight.detach(), weight.data, a view) that is kept for later, or used by another module, has no "
+            "values then: expected a copy, `weight.detach().clone()`, the parameter itself inside of its module, or "
+            "both modules in one unit (zero_optimization.units)"
+        )
+
+
+_NOT_THERE = re.compile("data is not allocated yet|[Ss]torage of size 0|out of bounds for storage")

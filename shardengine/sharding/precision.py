@@ -22,6 +22,7 @@ class ScalePolicy:
 
     initial: the first scale · window: steps without overflow after which it is doubled · hysteresis: overflows until it
     is halved; tolerated ones are forgotten when it is doubled, or with every step without one where ``consecutive`` ·
+    delay: so many further steps without overflow before it is doubled first, at the start and after each overflow ·
     minimum: it is never halved below · dynamic: False keeps the initial one · limit: so many skipped steps in a row
     are an error where the scale is not dynamic; 0: none are.
     """
@@ -31,6 +32,7 @@ class ScalePolicy:
     hysteresis: int = 2
     minimum: float = 1.0
     consecutive: bool = False
+    delay: int = 0
     dynamic: bool = True
     limit: int = 0
 
@@ -99,6 +101,7 @@ def of(config: Config) -> Precision:
         scaling = ScalePolicy(
             initial=fp16.loss_scale or 2.0**fp16.initial_scale_power,
             window=fp16.loss_scale_window,
+            delay=fp16.loss_scale_delay,
             hysteresis=fp16.hysteresis,
             minimum=fp16.min_loss_scale,
             consecutive=fp16.consecutive_hysteresis,

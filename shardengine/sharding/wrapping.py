@@ -47,6 +47,8 @@ _SPLIT_OF_TORCH = (nn.Sequential, nn.TransformerEncoder, nn.TransformerDecoder, 
 
 def class_of(module: nn.Module) -> type[nn.Module]:
     """The class of ``module``; where ``torch.compile`` wrapped it, of the module inside."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return type(module)
     inner = module._modules.get("_orig_mod")
     return type(module) if inner is None else class_of(inner)
 
@@ -141,6 +143,8 @@ class _Walk:
 
 def is_called(module: nn.Module) -> bool:
     """Whether ``module`` has a forward: ModuleList, ModuleDict and the like only hold others."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return True
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 

@@ -245,6 +245,72 @@ def test_export_writes_adapters_or_the_merged_model(trained: Path, base: Path, t
     assert torch.equal(half.state_dict()[name], merged.state_dict()[name].bfloat16())
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_run_without_checkpoints_is_merged(pools: Pools, base: Path, chats: Path, tmp_path: Path, capsys: Any):
+    transformers = pytest.importorskip("transformers")
+    output = tmp_path / "run"
+    run(pools(2), *options(base, chats, tmp_path / "c.json", 3), "--output", output)
+    wrapped = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(base), output / "model")
+    expected = wrapped.merge_and_unload().state_dict()
+    assert not torch.equal(
+        expected[name := "model.layers.0.self_attn.q_proj.weight"], tiny_chat.make_model().state_dict()[name]
+    )
+    for source, target in ((output, tmp_path / "of run"), (output / "model", tmp_path / "of model")):
+        assert main(["export", str(source), str(target), "--merge"]) == 0
+        assert f"the adapter of {output / 'model'} is merged into {base}" in capsys.readouterr().out
+        merged = transformers.AutoModelForCausalLM.from_pretrained(target).state_dict()
+        assert merged.keys() == expected.keys()
+        assert all(torch.equal(value, merged[name]) for name, value in expected.items())
+        assert (target / "tokenizer.json").exists()
+    saved = output / "model" / "adapter_config.json"
+    saved.write_text(saved.read_text("utf-8").replace(str(base), str(tmp_path / "gone")), "utf-8")
+    shallow = tiny_chat.make_model()
+    del shallow.model.layers[1:]
+    shallow.config.num_hidden_layers = 1
+    shallow.save_pretrained(tmp_path / "shallow")
+    shape = {**shallow.config.to_dict(), "hidden_size": 16, "num_hidden_layers": 2, "head_dim": 4}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape)).save_pretrained(tmp_path / "narrow")
+    for more, message in (
+        ([], f"the base model {tmp_path / 'gone'} cannot be loaded"),
+        (["--base", str(tmp_path / "shallow")], "the adapters do not fit the base model"),
+        (["--base", str(tmp_path / "narrow")], "the adapters do not fit the base model"),
+        (["--base", str(base), "--ema"], "an adapter's directory"),
+        (["--adapter", "other"], "neither other/adapter_config.json nor model/other/adapter_config.json is in it"),
+    ):
+        assert main(["export", str(output), str(tmp_path / "out"), "--merge", *more]) == 2
+        assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize(
+    ("kept", "tied"),
+    [(None, True), (None, False), (["embed_tokens"], True), (["embed_tokens", "lm_head"], False), (["norm"], False)],
+)
+def test_new_words_and_whole_modules_are_merged(kept: list[str] | None, tied: bool, tmp_path: Path, capsys: Any):
+    transformers = pytest.importorskip("transformers")
+    first = tiny_chat.make_model()
+    first.config.tie_word_embeddings = tied
+    first.tie_weights()
+    first.save_pretrained(tmp_path / "base")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    resized = kept != ["embed_tokens"]
+    if resized:
+        model.resize_token_embeddings(268)
+    wanted = peft.LoraConfig(
+        r=2, target_modules=["q_proj"], modules_to_save=kept, task_type="CAUSAL_LM", init_lora_weights=False
+    )
+    wrapped = peft.get_peft_model(model, wanted)
+    with torch.no_grad():
+        for value in wrapped.parameters():
+            value.add_(0.01 if value.requires_grad else 0.0)
+    wrapped.save_pretrained(tmp_path / "adapter")
+    assert main(["export", str(tmp_path / "adapter"), str(tmp_path / "out"), "--merge"]) == 0, capsys.readouterr().err
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert merged.get_input_embeddings().weight.shape[0] == merged.config.vocab_size == (268 if resized else 260)
+    expected = wrapped.merge_and_unload()
+    assert all(torch.equal(value, merged.state_dict()[name]) for name, value in expected.state_dict().items())
+
+
 def test_merging_into_another_model_is_refused(trained: Path, base: Path, tmp_path: Path, capsys: Any):
     model = tiny_chat.make_model()
     with torch.no_grad():

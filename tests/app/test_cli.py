@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from shardengine.app import environment, inspect_checkpoint
+from shardengine.app import cli, environment, inspect_checkpoint
 from shardengine.app.cli import main
 from shardengine.comm import devices
 from shardengine.config import json_schema, load_config
@@ -188,16 +188,32 @@ def test_env_tells_every_variable_that_is_read(
     assert not {name for name in read - told if not name.startswith("TORCH_NCCL_")}
 
 
-def test_help_and_config_import_no_heavy_optional_package():
+@pytest.mark.parametrize("command", [["config", "GOOD"], ["train", "--config", "BAD"], ["train", "--help"]])
+def test_what_needs_no_torch_does_not_import_it(command: list[str], tmp_path: Path) -> None:
+    (tmp_path / "bad.json").write_text('{"train_batch_sice": 8}', encoding="utf-8")
+    files = {"GOOD": str(CONFIGS / "zero2.json"), "BAD": str(tmp_path / "bad.json")}
     code = (
-        "import sys; from shardengine.app.cli import main; main(['config', sys.argv[1]]); "
-        "sys.exit(bool({'transformers', 'triton', 'matplotlib', 'tokenizers'} & set(sys.modules)))"
+        "import atexit, sys; from shardengine.app.cli import main; "
+        "atexit.register(lambda: print([*{'torch', 'transformers', 'matplotlib', 'numpy'} & {*sys.modules}])); "
+        "main(sys.argv[1:])"
     )
+    arguments = [files.get(word, word) for word in command]
     root = Path(__file__).parents[2]
     done = subprocess.run(
-        [sys.executable, "-c", code, CONFIGS / "zero2.json"], cwd=root, capture_output=True, timeout=HANG_S
+        [sys.executable, "-c", code, *arguments], cwd=root, capture_output=True, text=True, timeout=HANG_S, check=True
     )
-    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_one_process_of_a_launcher_prints_what_is_wrong_with_a_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bad.json").write_text('{"train_batch_sice": 8}', encoding="utf-8")
+    monkeypatch.setattr(cli, "OTHERS_WAIT_S", 0.0)
+    for rank in ("0", "1"):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        assert main(["train", "--config", str(tmp_path / "bad.json")]) == 2
+        assert ("train_batch_sice" in capsys.readouterr().err) == (rank == "0")
 
 
 def test_a_reader_that_has_gone_is_no_error_of_ours(

@@ -189,7 +189,7 @@ def fails_on_one(folder: str, where: str) -> str:
     module, name, rank = names[where]
     original = getattr(module, name)
 
-    def full(*args: Any) -> None:
+    def full(*args: Any, **options: Any) -> None:
         original(*args) if where == "write" else None
         raise OSError(errno.ENOSPC, "No space left on device")
 

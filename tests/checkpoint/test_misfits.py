@@ -272,6 +272,7 @@ def test_empty_groups_are_matched_in_their_order(tmp_path: Path) -> None:
     engine = make(5)
     for group in engine.optimizer.param_groups:
         group["lr"] = 1.0
-    engine.load_checkpoint(tmp_path)
+    with pytest.warns(UserWarning, match="lr of group 0 is 0.01, and this run began with 1.0"):
+        engine.load_checkpoint(tmp_path)
     assert engine.get_lr() == [0.01, 0.005, 0.0025, 0.3, 0.4]
     engine.close()

@@ -230,6 +230,27 @@ class Bound:
     bound_device_id: torch.device = field(default_factory=lambda: torch.device("cuda", 5))
 
 
+def test_one_process_beside_several_gpus(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    for name in ("RANK", "WORLD_SIZE", *MPI):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(devices, "count", lambda: 4)
+
+    def told(device: torch.device | None, gpus: int) -> str:
+        caplog.clear()
+        seen = Gpus(EIGHT[:gpus], nccl=True)
+        monkeypatch.setattr(devices, "gpus", lambda: seen)
+        monkeypatch.setattr(devices, "count", lambda: gpus)
+        mesh.build(device)
+        return caplog.text
+
+    text = told(None, 4)
+    assert "4 GPUs are visible and 1 is used: no launcher has started this process" in text
+    assert "torchrun --standalone --nproc-per-node 4" in text
+    assert told(None, 1) == "" and told(None, 0) == ""
+    assert told(torch.device("cuda", 2), 4) == "", "who names one means it"
+
+
 def test_facts(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(devices, "gpus", lambda: Gpus(EIGHT, 2, nccl=True))
     monkeypatch.setattr(os, "environ", clean(LOCAL_RANK="1"))

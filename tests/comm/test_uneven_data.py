@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import socket
 import subprocess
@@ -153,6 +154,52 @@ def test_the_rank_with_a_batch_more_hears_that_the_others_have_closed(
         assert closed == "nothing"
 
 
+def one_fails_and_all_close(stage: str, way: str) -> tuple[str, str]:
+    """Rank 0 raises in its loop, whose ``finally`` or ``except`` closes the engine. What left that, and its context."""
+    with listening_closely():
+        engine = make_engine(stage, TIMEOUT_S)
+
+        def loop() -> None:
+            train(engine, 0, 1)
+            if engine.rank == 0:
+                raise ValueError("a file is missing")
+            train(engine, 1, 2)
+
+        def until_closed() -> None:
+            if way == "finally":
+                try:
+                    loop()
+                finally:
+                    engine.close()
+            try:
+                loop()
+            except Exception as error:
+                engine.close()
+                raise RuntimeError("the run has ended") from error
+
+        try:
+            until_closed()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}", f"{type(error.__context__).__name__}: {error.__context__}"
+        return "nothing", ""
+
+
+@pytest.mark.parametrize(
+    ("stage", "ranks", "way"),
+    [*((stage, 2, "finally") for stage in STAGES), ("2", 3, "finally"), ("3", 3, "finally"), ("3", 2, "except")],
+)
+def test_a_close_behind_an_error_lets_that_one_be_seen(pools: Pools, stage: str, ranks: int, way: str) -> None:
+    results = pools(ranks).run(one_fails_and_all_close, stage, way)
+    raised = [said[0] if way == "finally" else said[1] for said in results]
+    assert raised[0] == "ValueError: a file is missing"
+    for said in raised[1:]:
+        assert said.startswith("CommunicationError: ") and "engine.close()" not in said, said
+        assert "rank 0 has closed its engine after step 1 (ValueError: a file is missing)" in said, said
+    if way == "finally":
+        own = [context for _, context in results if "Connection closed" not in context]  # gloo's may come first
+        assert set(own) == {"NoneType: None"}, "nothing was raised once more"
+
+
 @pytest.mark.parametrize("after", ["save", "state_dict", "full_params"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_ranks_in_different_calls_hear_of_both(pools: Pools, stage: str, after: str, tmp_path: Path) -> None:
@@ -188,9 +235,8 @@ def test_where_no_rank_trains_nothing_is_said_of_batches(pools: Pools, stage: st
         assert zero.endswith("Call save_checkpoint on every rank, before one of them leaves, or on none"), zero
         return
     for said in (zero, one):
-        assert "in the same order: save_checkpoint on all of them, or on none. At stage 3 a forward gathers" in said, (
-            said
-        )
+        assert "rank 0 is in [preparing a checkpoint] where rank 1 is in [gathering without grad of " in said, said
+        assert "At stage 3 a forward gathers weights from every rank" in said, said
 
 
 def one_evaluation_more(stage: str) -> str:
@@ -252,11 +298,9 @@ def test_an_evaluation_on_rank_0_alone(pools: Pools, stage: str, model: str, thr
     if stage not in ("3", "3k"):
         assert results == ["nothing", "nothing"], "nothing is gathered there: no rank needs another"
         return
-    where = "a forward without grad (" if through == "module" else "forward without grad of step 2"
     for said in results:
-        assert "ranks wait for each other: " in said and "or inside of `with engine.full_params():` that" in said, said
-        assert f"rank 0 stands in {where}" in said and SAME not in said, said
-        assert "rank 1 stands in forward of step 2" in said, said
+        assert "rank 0 is in a forward without grad where rank 1 trains" in said and SAME not in said, said
+        assert "or inside of `with engine.full_params():` that" in said, said
 
 
 def begin_anew(stage: str, holds: bool) -> str:
@@ -486,18 +530,24 @@ def test_a_rank_that_drops_its_engine_says_so(pools: Pools, stage: str) -> None:
     assert f"rank 0 has let go of its engine after step {STEPS}, without engine.close(); this rank (1) is in" in said
 
 
-def call_alone(folder: str) -> list[str]:
-    """Rank 0 asks for all weights, the other one comes when rank 0 has told of it; what rank 0 told."""
+def logged(patch: pytest.MonkeyPatch, log: logging.Logger, level: str, heard: Path) -> list[str]:
+    """What ``log`` is told at ``level`` from now on; the file ``heard`` is there when it was told something."""
     told: list[str] = []
-    heard = Path(folder, "heard")
 
     def tell(text: str, *args: Any) -> None:
         told.append(text % args)
         heard.touch()
 
+    patch.setattr(log, level, tell)
+    return told
+
+
+def call_alone(folder: str) -> list[str]:
+    """Rank 0 asks for all weights, the other one comes when rank 0 has told of it; what rank 0 told."""
+    heard = Path(folder, "heard")
     with listening_closely(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(watchdog, "_WARN_AFTER_S", 0.5)
-        patch.setattr(watchdog._log, "warning", tell)
+        told = logged(patch, watchdog._log, "warning", heard)
         engine = make_engine("2", TIMEOUT_S)
         train(engine, 0, 1)
         deadline = time.monotonic() + HANG_S

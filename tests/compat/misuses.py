@@ -5,6 +5,7 @@ Importing this file takes seconds and changes the process: only processes that f
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -120,4 +121,45 @@ def of_trainer(say: Say, rank: int, folder: str, run: Run) -> None:
     fresh = make_trainer(folder, run)
     found["evaluate before"] = said_by(fresh.evaluate)
     found["train after that"] = said_by(fresh.train)
+    say(found)
+
+
+class Listening(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def words_of_trainer(say: Say, rank: int, folder: str, run: Run) -> None:
+    """What stock Trainer does without a word, or says in another library's words; a dict of sentences."""
+    listening = Listening()
+    logging.getLogger("shardengine").addHandler(listening)
+    model = load(folder)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    arguments = arguments_of(run, deepspeed=ds_config(run.stage or 0, run.config), max_steps=1, eval_strategy="no")
+    trainer = Trainer(model=model, args=arguments, train_dataset=Rows(), optimizers=(optimizer, None))
+    trainer.train()
+    found = {"optimizers": "; ".join(line for line in listening.lines if "Trainer(optimizers=...)" in line)}
+    weight = next(parameter for parameter in trainer.model.parameters() if parameter.dim() == 2)
+    found["a read"] = said_by(lambda: weight.sum().item())
+
+    def fail(*_: Any, **__: Any) -> None:  # which every rank calls, and rank 0 writes in
+        if rank == 0:
+            raise OSError(28, "No space left on device")
+
+    trainer._save = fail
+    found["a save that fails on rank 0"] = said_by(lambda: trainer.save_model(f"{run.output}/full"))
+    del trainer._save
+    trainer.deepspeed.reset()
+    trainer.save_model(f"{run.output}/after")
+    torch.distributed.barrier()
+    listening.lines.clear()
+    again = make_trainer(folder, run)
+    again.train()
+    found["none given"] = "; ".join(line for line in listening.lines if "Trainer(optimizers=...)" in line)
     say(found)

@@ -27,7 +27,7 @@ from accelerate.utils import DeepSpeedPlugin  # noqa: E402
 from transformers import TrainingArguments  # noqa: E402
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig  # noqa: E402
 
-HIDDEN, STEPS, LR = 8, 2, 1e-3
+HIDDEN, STEPS, LR = 8, 3, 1e-3
 File = dict[str, Any]
 Say = Callable[[Any], None]
 
@@ -109,8 +109,10 @@ def started(file: File, folder: str) -> tuple[Any, list[Tensor]]:
     config = on_this_disk(config, folder)
     if has_auto(config):
         config = fill(config)
-    # Trainer makes the optimizer where the file has none, and so do scripts
-    given = None if config.get("optimizer") else torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1)
+    # Trainer makes the optimizer where the file has none, accelerate that of the host where the file forces it
+    forced = config.get("zero_force_ds_cpu_optimizer") is True
+    made: Any = deepspeed.ops.adam.DeepSpeedCPUAdam if forced else torch.optim.AdamW
+    given = None if config.get("optimizer") else made(model.parameters(), lr=LR, weight_decay=0.1)
     parameters = model.parameters() if given is None else None
     engine, *_ = deepspeed.initialize(model=model, optimizer=given, model_parameters=parameters, config=config)
     return engine, first
@@ -186,7 +188,7 @@ class Plain:
         low = torch.bfloat16 if enabled("bf16", "bfloat16") else torch.float16 if enabled("fp16") else torch.float32
         self.dtype, self.model = low, Model().to(low)
         self.scale = 2.0**16 if low is torch.float16 else 1.0
-        self.clipping = config.get("gradient_clipping", 0.0)
+        self.clipping = config.get("gradient_clipping", 1.0)  # as DeepSpeed
         params = (config.get("optimizer") or {"params": {"lr": LR, "weight_decay": 0.1}})["params"]
         known = ("lr", "betas", "eps", "weight_decay")
         self.optimizer = torch.optim.AdamW(

@@ -86,3 +86,21 @@ def test_a_user_of_trainer_is_told_on_every_rank(act: str, of_trainer: tuple[int
     for rank, said in enumerate(ranks):
         expected = TRAINER[act][stage - 2] if rank == 0 or "rank 0" not in act else "nothing"
         assert expected in said[act] and (expected == "nothing") == (said[act] == "nothing")
+
+
+@pytest.mark.parametrize(("stage", "ranks"), [(0, 2), (1, 2), (2, 2), (3, 3)])
+def test_what_stock_trainer_would_not_say(runs: Runs, stage: int, ranks: int) -> None:
+    for rank, (said,) in enumerate(runs.said("words_of_trainer", stage, ranks=ranks)):
+        expected = "transformers leaves out the optimizer that it was given" if rank == 0 else ""
+        assert expected in said["optimizers"] and bool(said["optimizers"]) == (rank == 0)
+        assert said["none given"] == ""
+        if stage == 3:
+            assert "deepspeed.zero.GatheredParameters(parameters)" in said["a read"], said["a read"]
+            assert "engine.full_params" not in said["a read"]
+        else:
+            assert said["a read"] == "nothing"
+        failed = said["a save that fails on rank 0"]
+        if rank == 0:
+            assert failed == "OSError: [Errno 28] No space left on device"
+        else:
+            assert failed.startswith("CommunicationError: rank 0 raised: OSError: [Errno 28] No space left"), failed

@@ -86,7 +86,7 @@ def run(*lines: str, arguments: tuple[str, ...] = ()) -> str:
 
 def test_importing_shardengine_does_not_load_the_door_which_loads_no_framework() -> None:
     said = run(
-        "import sys, shardengine",
+        "import sys, shardengine; shardengine.initialize",
         "print([name for name in sys.modules if 'compat.deepspeed' in name])",
         "import shardengine.compat.deepspeed",
         f"print([name for name in {(*FRAMEWORKS, 'deepspeed')!r} if name in sys.modules])",

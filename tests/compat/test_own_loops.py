@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import copy
+import gc
+import io
 import json
 import re
 from collections.abc import Callable
@@ -17,6 +20,7 @@ from torch import nn
 import shardengine
 import shardengine.compat.deepspeed as deepspeed
 from shardengine.compat.deepspeed import client_state
+from shardengine.compat.deepspeed.schedules import WarmupLR
 from shardengine.config import ZeroConfig
 from shardengine.errors import CheckpointError, ConfigError, MismatchError, UsageError
 from tests.support import cases
@@ -26,8 +30,8 @@ from tests.support.ranks import RankPool
 Pools = Callable[[int], RankPool]
 RANKS, STEPS = 2, 3
 CONFIG = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "gradient_clipping": 0.5}
-ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
-SCHEDULE = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 4}}}
+ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}}}
+SCHEDULE: dict[str, Any] = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 4}}}
 
 
 def config_of(stage: int, **more: Any) -> dict[str, Any]:
@@ -45,7 +49,11 @@ def make_model() -> nn.Sequential:
 
 
 def train_ours(stage: int) -> tuple[list[float], dict[str, torch.Tensor]]:
-    engine = shardengine.initialize(make_model(), config_of(stage, **SCHEDULE))
+    engine = shardengine.initialize(
+        make_model(),
+        config_of(stage),
+        lr_scheduler=lambda optimizer: WarmupLR(optimizer, **SCHEDULE["scheduler"]["params"]),
+    )
     losses = []
     for number in range(2 * STEPS):
         x, y = batch_of(engine.rank, number)
@@ -229,9 +237,11 @@ def whole_state_dicts() -> None:
     model = make_model()
     given = {name: torch.full_like(value, 2.0) for name, value in model.state_dict().items()}
     engine = deepspeed.initialize(model=model, config=config_of(3))[0]
-    for call in ("state_dict", "module_state_dict"):
-        with pytest.raises(UsageError, match=rf"DeepSpeedEngine.{call}\(\) .* inside of `with deepspeed"):
-            getattr(engine, call)()
+    for call, prefix in (("state_dict", "module."), ("module_state_dict", "")):
+        found = getattr(engine, call)()
+        assert {name: value.shape for name, value in found.items()} == {prefix + n: v.shape for n, v in given.items()}
+        with pytest.raises(UsageError, match=r"names and shapes alone: .* under the name deepspeed engine\.save_16bit"):
+            torch.save(found, io.BytesIO())
     for load in (model.load_state_dict, model[0].load_state_dict):
         with pytest.raises(UsageError, match=r"would be lost: call engine\.load_state_dict"):
             load(given if load == model.load_state_dict else {"weight": given["0.weight"], "bias": given["0.bias"]})
@@ -245,7 +255,7 @@ def whole_state_dicts() -> None:
     engine.destroy()
 
 
-def test_state_dicts_of_sharded_weights_are_refused_with_what_to_do(pools: Pools) -> None:
+def test_state_dicts_of_sharded_weights_have_names_and_shapes_and_say_what_to_do(pools: Pools) -> None:
     pools(RANKS).run(whole_state_dicts)
 
 
@@ -272,6 +282,33 @@ def overflow(steps: int, folder: str) -> None:
 @pytest.mark.parametrize("steps", [1, 2])
 def test_an_optimizer_says_that_its_step_was_skipped(steps: int, pools: Pools, tmp_path: Path) -> None:
     pools(RANKS).run(overflow, steps, str(tmp_path))
+
+
+def one_engine_after_another(stage: int, dropped: bool) -> list[float]:
+    """Losses of three over one model. dropped: the first two are let go of, and not destroyed."""
+    model, losses = make_model(), []
+    for number in range(3):
+        engine = deepspeed.initialize(model=model, config=config_of(stage))[0]
+        for step in range(2):
+            x, y = batch_of(deepspeed.comm.get_rank(), step)
+            losses.append(engine.backward(nn.functional.mse_loss(engine(x).float(), y)).item())
+            engine.step()
+        if number == 2 or not dropped:
+            engine.destroy()
+        elif stage < 3:  # a copy of the model has no engine
+            twin = copy.deepcopy(model)
+            assert all(torch.equal(a, b) for a, b in zip(twin.parameters(), model.parameters(), strict=True))
+        del engine
+        gc.collect()
+    return losses
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_dropped_engine_is_no_dead_end_for_its_model(stage: int, pools: Pools) -> None:
+    for ranks in (1, 2):
+        found = pools(ranks).run(one_engine_after_another, stage, True)
+        assert found == pools(ranks).run(one_engine_after_another, stage, False)
+        assert all(losses[4:] < losses[2:4] < losses[:2] for losses in found)
 
 
 def again_on_the_same_model() -> None:
@@ -404,12 +441,12 @@ def test_json_stays_in_the_index(tmp_path: Path) -> None:
     assert not (tmp_path / "here" / client_state.FILE).exists()
 
 
-def test_a_checkpoint_that_latest_shall_not_name_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_checkpoint_that_latest_shall_not_name_is_not_named(tmp_path: Path) -> None:
     engine, *_ = deepspeed.initialize(model=make_model(), config=config_of(1))
     for save_latest in (True, False):
         engine.save_checkpoint(str(tmp_path), tag=f"{save_latest}", save_latest=save_latest)
-        assert ("save_latest=False has no effect, latest names False" in caplog.text) is not save_latest
-    assert (tmp_path / "latest").read_text(encoding="utf-8").strip() == "False"
+    assert (tmp_path / "latest").read_text(encoding="utf-8").strip() == "True"
+    assert engine.load_checkpoint(str(tmp_path))[0] == str(tmp_path / "True")
     engine.destroy()
 
 

@@ -89,7 +89,7 @@ def test_a_file_trains_as_plain_torch(name: str, lives: Forks, tmp_path: Path) -
     for moved, apart in zip(seen["moved"], seen["apart"], strict=True):
         assert moved > 0 and apart <= 1e-4 * moved
     written = json.dumps(SHIPPED[name]["config"])
-    assert min(seen["buckets"]) > 1000, "as large as in the file, or our default: not the square of the hidden size"
+    assert seen["buckets"][0] > 1000, "as large as in the file, or our default: not the square of the hidden size"
     assert len(seen["told"]) <= 1 and "zero_allow_untested" not in str(seen["told"])
     for key in ("compile", "comms_config", "seq_parallel_communication_data_type"):
         assert (key in written) == (key in str(seen["told"])), key
@@ -111,7 +111,6 @@ def test_what_is_told_of_a_config_is_one_readable_message(lives: Forks, tmp_path
     (text,) = seen["told"]
     assert text.split("\n") == [
         "of the DeepSpeed config:",
-        "- zero_force_ds_cpu_optimizer has no effect: an optimizer has one arithmetic on all devices",
         "- comms_config has no effect: `engine.traffic()` counts the bytes of every collective, and "
         "`engine.trace(path)` draws them",
         "- monitor_config has no effect: monitors are sections of their own: `csv_monitor`, `tensorboard`, "
@@ -126,9 +125,9 @@ def test_sizes_that_trainer_writes_for_auto_are_told(lives: Forks, tmp_path: Pat
     name = "hiyouga/LLaMA-Factory/examples/deepspeed/ds_z3_config.json"
     ((seen,),) = lives.live(_train, SHIPPED[name], str(tmp_path))
     (text,) = seen["told"]
-    for key, size in (("reduce_bucket_size", 64), ("stage3_prefetch_bucket_size", 57)):
-        assert f'- zero_optimization.{key}: {size} is what frameworks write for "auto"; our default of 1' in text
-    assert seen["buckets"] == (ZeroConfig.reduce_bucket_size, ZeroConfig.stage3_prefetch_bucket_size)
+    assert '- zero_optimization.reduce_bucket_size: 64 is what frameworks write for "auto"; our default of 1' in text
+    assert "stage3_prefetch_bucket_size" not in text
+    assert seen["buckets"] == (ZeroConfig.reduce_bucket_size, 57), "what is gathered ahead is as the config has it"
 
 
 def test_the_files_of_every_origin_are_there() -> None:

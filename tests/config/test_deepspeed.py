@@ -32,7 +32,8 @@ DEEPSPEED: dict[str, dict[str, str]] = {
     "ACTIVE": {
         "": """
             train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps steps_per_print
-            communication_data_type gradient_allreduce_op gradient_clipping sparse_gradients
+            communication_data_type gradient_allreduce_op gradient_clipping managed_gradient_accumulation
+            sparse_gradients
         """,
         "optimizer": "type params",
         "scheduler": "type params",
@@ -60,7 +61,7 @@ DEEPSPEED: dict[str, dict[str, str]] = {
     },
     "REFUSED": {
         "": """
-            managed_gradient_accumulation sequence_parallel_size quantize_training
+            sequence_parallel_size quantize_training
             weight_quantization
         """,
         "fp16": "fp16_master_weights_and_grads",

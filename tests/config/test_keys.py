@@ -29,13 +29,13 @@ FROZEN = {
         communication_data_type data_types.grad_accum_dtype data_types.optimizer_state_dtype data_types.reduce_dtype
         debug
         fp16.auto_cast fp16.consecutive_hysteresis fp16.enabled fp16.hysteresis fp16.initial_scale_power fp16.loss_scale
-        fp16.loss_scale_window fp16.min_loss_scale
+        fp16.loss_scale_delay fp16.loss_scale_window fp16.min_loss_scale
         gradient_accumulation gradient_accumulation_steps gradient_allreduce_op
         gradient_clipping gradient_clipping_norm_type gradient_clipping_value gradient_divide_factor ignored_parameters
-        hierarchical_reduce max_nonfinite_steps nonfinite_gradients
+        hierarchical_reduce managed_gradient_accumulation max_nonfinite_steps nonfinite_gradients
         optimizer.params optimizer.type overlap_comm overlap_param_gather reproducible
         scheduler.params scheduler.type seed sparse_gradients static_graph
-        steps_per_print timeout_s torch_autocast.dtype torch_autocast.enabled
+        step_unused_parameters steps_per_print timeout_s torch_autocast.dtype torch_autocast.enabled
         train_batch_size
         train_micro_batch_size_per_gpu
         zero_optimization.recut_buckets zero_optimization.reduce_bucket_size zero_optimization.stage
@@ -63,7 +63,7 @@ FROZEN = {
         hybrid_engine pipeline progressive_layer_drop sparse_attention
         zero_optimization.zero_quantized_nontrainable_weights
         bf16.bf16_optimizer_states compile.deepcompile data_types.buffer_dtype data_types.param_dtype
-        expert_parallel fp16.fp16_master_weights_and_grads managed_gradient_accumulation quantize_training
+        expert_parallel fp16.fp16_master_weights_and_grads quantize_training
         sequence_parallel_size tensor_parallel.autotp_size tensor_parallel.tp.tp_size weight_quantization
         zero_optimization.offload_optimizer.super_offload zero_optimization.zenflow
         zero_optimization.zeropp_loco_param

@@ -160,6 +160,94 @@ def test_norms_of_gradients_that_have_left_follow_changes(pools: Pools, micros: 
     assert pools(2).run(followed, micros, away) == pools(2).run(followed, micros, {})
 
 
+# Copies
+
+
+def edited(number: int, gradient: Tensor, earlier: list[Any]) -> None:
+    """What users do with copies. earlier: what the window before has left."""
+    copied = gradient.clone()
+    if number == 0:
+        gradient.mul_(2).add_(copied)
+    elif number == 1:
+        gradient.mul_(0.0).add_(copied.detach(), alpha=0.5)
+    elif number == 2:
+        gradient.copy_(gradient.bfloat16().float())
+    elif number == 3:
+        gradient.copy_(gradient.mul_(1000).int().float())
+    elif number == 4:
+        gradient.mul_(0.5).div_(1 + copied.norm())
+    elif number == 5:
+        gradient.add_(gradient)
+    elif earlier:
+        gradient.add_(earlier.pop(), alpha=0.5)
+    earlier.append(copied)
+
+
+EDITS = 7
+
+
+def copies(stage: str) -> list[tuple[int, str, float]]:
+    """(edit, name, how far the gradient is from one of plain tensors) in two windows each."""
+    found = []
+    for number in range(EDITS):
+        engine = engine_of(stage)
+        kept: dict[str, tuple[list[Any], list[Any]]] = {}
+        for step in range(2):
+            cases.loss_of(engine, step, engine.rank, 0).backward()
+            expected = whole_gradients(engine)
+            for name, parameter in engine.module.named_parameters():
+                ours, plain = kept.setdefault(name, ([], []))
+                edited(number, parameter.grad, ours)
+                edited(number, expected[name], plain)
+            after = whole_gradients(engine)
+            found += [(number, name, (after[name] - expected[name]).abs().max().item()) for name in after]
+            engine.step()
+        engine.close()
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_copy_has_the_values_of_its_time_and_dtype(pools: Pools, stage: str, ranks: int) -> None:
+    for found in pools(ranks).run(copies, stage):
+        apart = {number: max(far for each, _, far in found if each == number) for number in range(EDITS)}
+        assert apart.pop(4) < 1e-6, "a norm in fp64, rounded, beside torch's"
+        assert set(apart.values()) == {0.0}, apart
+
+
+def in_its_place(stage: str) -> list[str]:
+    """What stands in the place of a gradient when the step begins; what was kept of the window before."""
+    said = []
+    for way in ("copy", "another's", "kept", "kept copy"):
+        engine = engine_of(stage)
+        one, two = engine.module.blocks[1][0].weight, engine.module.blocks[2][0].weight
+        kept: list[Any] = []
+        try:
+            for step in range(2):
+                cases.loss_of(engine, step, engine.rank, 0).backward()
+                if way == "copy":
+                    one.grad = one.grad.clone()
+                elif way == "another's":
+                    one.grad, two.grad = two.grad, one.grad
+                elif step:
+                    one.grad.add_(kept.pop())
+                kept.append(one.grad.clone() if way == "kept copy" else one.grad)
+                engine.step()
+            said.append("stepped")
+        except UsageError as error:
+            said.append(str(error))
+        engine.close()
+    return said
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_copies_may_be_put_in_the_place_of_a_gradient_and_kept(pools: Pools, stage: str) -> None:
+    for copy_, another, kept, kept_copy in pools(2).run(in_its_place, stage):
+        assert copy_ == kept_copy == "stepped"
+        assert "expected a copy of its own gradient, grad.clone()" in another
+        assert "is of a step that is over" in kept
+
+
 def refused(stage: str) -> list[str]:
     """What needs the values of other ranks, or would be lost, says so."""
     engine = engine_of(stage)
@@ -169,7 +257,7 @@ def refused(stage: str) -> list[str]:
     calls: list[Callable[[], Any]] = [
         lambda: parameter.grad[0],
         lambda: parameter.grad.view(-1),
-        lambda: parameter.grad.add_(parameter.grad),
+        lambda: parameter.grad.add_(engine.module.blocks[2][0].weight.grad),
         lambda: parameter.grad.sum(),
         lambda: parameter.grad.norm(0),
         lambda: torch.zeros_like(parameter).add_(parameter.grad),
@@ -178,6 +266,9 @@ def refused(stage: str) -> list[str]:
         lambda: other.step(),
         lambda: torch.nn.utils.clip_grad_norm_([parameter], 1.0, norm_type=0),
         lambda: parameter.grad.clone().mul_(2),
+        lambda: parameter.grad.apply_(abs),
+        lambda: parameter.grad * 2,
+        lambda: torch.distributed.all_reduce(parameter.grad),
     ]
     found = []
     for call in calls:

@@ -549,7 +549,11 @@ def test_another_order_than_that_of_the_modules(pools: Pools) -> None:
         (zero, steps), (one, others) = pools(2).run(run_reversed, stage, [0, 2])
         assert zero.startswith("MismatchError: rank") and steps == others == 0, zero
         assert "Rank 0 had no data for a whole step inside engine.join() so far, so it gathered units in the" in zero
-        assert "ranks took part in different collectives" in one or "ranks wait for each other" in one, one
+        assert (
+            "ranks run different modules" in one
+            or "ranks took part in different collectives" in one
+            or "ranks wait for each other" in one
+        ), one
 
 
 # What belongs to steps: the scheduler, hooks, monitors, counters

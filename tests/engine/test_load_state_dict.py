@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import shardengine
 from shardengine.errors import UsageError
@@ -116,7 +117,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "unexpected": (lambda: {**without(), "more": torch.zeros(1)}, {}, "the model has not 'more'"),
     "DDP's": (lambda: {f"module.{key}": value for key, value in without().items()}, {}, "take 'module.' off the keys"),
     "shape": (lambda: {**without(), "out.bias": torch.zeros(4)}, {"strict": False},
-              r"'out.bias': expected shape \(3,\), got \(4,\)"),
+              r"size mismatch for out.bias: .*\[4\].*\[3\]\); nothing was loaded"),
     "nothing": (dict, {}, r"on rank 0, or on every rank, got \{\}"),
     "no dict": (lambda: [1], {}, "expected a model's state dict, got list"),
     "assign": (without, {"assign": True}, "expected assign=False"),
@@ -176,3 +177,131 @@ def test_one_unit_is_whole_at_a_time() -> None:
         engine.load_state_dict(engine.state_dict())
     assert len(opened) >= len(engine._core.units) > 2 and sorted(set(opened)) == list(range(len(engine._core.units)))
     engine.close()
+
+
+# Modules that load in a way of their own ([Note: Read, then written])
+
+
+class Renamed(nn.Module):
+    """Children in torch's wrapper, whose hook renames keys for what is inside; a hook and a module of the user's."""
+
+    class Kernel(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(4, 3))
+            self.register_buffer("count", torch.zeros(()))
+            self.versions: list[Any] = []
+            self.note = ""
+            self.register_load_state_dict_pre_hook(_transpose)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight.t()
+
+        def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+            self.versions.append(metadata.get("version"))
+            old = {f"{prefix}kernel": f"{prefix}weight"}
+            state = {old.get(key, key): value for key, value in state.items()}  # a copy, as some have it
+            super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+        def get_extra_state(self) -> Any:
+            return self.note
+
+        def set_extra_state(self, state: Any) -> None:
+            self.note = state
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        blocks = [nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)) for _ in range(2)]
+        self.blocks = nn.ModuleList(checkpoint_wrapper(block) for block in blocks)
+        self.kernel = Renamed.Kernel()
+        self.again = self.kernel
+        self.told: list[Any] = []
+        self.register_load_state_dict_post_hook(lambda _module, keys: self.told.append(list(keys.missing_keys)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.kernel(x)
+
+
+def _transpose(_module: nn.Module, state: Any, prefix: str, *_rest: Any) -> None:
+    """Older files have it the other way round."""
+    for name in ("weight", "kernel"):
+        if (value := state.get(f"{prefix}{name}")) is not None and value.shape == (3, 4):
+            state[f"{prefix}{name}"] = value.t()
+
+
+def renamed(factor: float = 1.0) -> dict[str, Any]:
+    model = Renamed()
+    state = model.state_dict()
+    state = {key: value * factor + 1 if isinstance(value, Tensor) else "loaded" for key, value in state.items()}
+    for name in ("kernel", "again"):
+        state[f"{name}.kernel"] = state.pop(f"{name}.weight").t()
+    return state
+
+
+def loads_by_itself(stage: str) -> None:
+    plain = Renamed()
+    plain.load_state_dict(renamed())
+    for strict in (True, False):
+        engine = cases.make_engine(Renamed(), cases.config_of(stage))
+        model: Any = engine.module
+        found = engine.load_state_dict(renamed(1.0 if engine.rank == 0 else 3.0), strict=strict)
+        assert found.missing_keys == found.unexpected_keys == []
+        assert model.kernel.versions == [None, None] and model.told == [[]] and model.kernel.note == "loaded"
+        for name, value in engine.state_dict().items():
+            assert value == "loaded" or torch.equal(value, plain.state_dict()[name]), (stage, name)
+        assert all(torch.equal(b, dict(plain.named_buffers())[name]) for name, b in model.named_buffers())
+        engine.close()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
+def test_hooks_and_modules_of_the_users_load_as_in_torch(pools: Pools, stage: str, ranks: int) -> None:
+    pools(ranks).run(loads_by_itself, stage)
+
+
+def refused_loads(stage: str) -> None:
+    """Whatever is found wrong, and however late: weights, masters, buffers and extra states stay on every rank."""
+    engine = cases.make_engine(Renamed(), cases.config_of(stage, bf16={"enabled": True}) if stage != "1" else
+                               cases.config_of(stage))  # fmt: skip
+    model: Any = engine.module
+
+    def look() -> tuple[Any, ...]:
+        return engine.state_dict(), cases.local_state(engine), [b.clone() for b in model.buffers()], model.kernel.note
+
+    def boom(*_args: Any) -> None:
+        raise ArithmeticError("on purpose")
+
+    def reading(part: Any, *_args: Any) -> None:
+        part.weight.sum()
+
+    state, before = renamed(), look()
+    missing = {key: value for key, value in state.items() if key != "blocks.1.1.running_var"}
+    shape = {**state, "again.kernel": torch.zeros(5, 5)}
+    tries: list[tuple[Any, Any, str]] = [
+        (missing, None, "it lacks 'blocks.1._checkpoint_wrapped_module.1.running_var'.*nothing was loaded"),
+        (shape, None, "size mismatch for again.weight.*nothing was loaded"),
+        ({**state, "more": torch.zeros(1)}, None, "the model has not 'more'"),
+        (state, boom, "on purpose"),
+        (state, reading, r"'kernel' \(Kernel\) reads a weight while it loads it \(sum\).*full_params"),
+    ]
+    for given, hook, sentence in tries:
+        handle = None if hook is None else model.kernel.register_load_state_dict_pre_hook(hook)
+        with pytest.raises((UsageError, ArithmeticError, shardengine.errors.MismatchError), match=sentence):
+            engine.load_state_dict(given)
+        if handle is not None:
+            handle.remove()
+        for ours, theirs in zip(look(), before, strict=True):
+            assert repr(ours) == repr(theirs)
+    passes = model.register_load_state_dict_post_hook(lambda _module, keys: keys.missing_keys.clear())
+    assert engine.load_state_dict(missing).missing_keys == []
+    passes.remove()
+    engine.close()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("stage", ["1", "2", "3"])
+def test_a_refused_load_changes_nothing(pools: Pools, stage: str, ranks: int) -> None:
+    pools(ranks).run(refused_loads, stage)

@@ -23,9 +23,9 @@ Pools = Callable[[int], RankPool]
 STEPS = 3
 
 
-def engine_over(mesh: Any, stage: str, zero: dict[str, Any] | None = None) -> shardengine.Engine:
+def engine_over(mesh: Any, stage: str, zero: dict[str, Any] | None = None, **options: Any) -> shardengine.Engine:
     model = cases.make_mlp()
-    config = cases.config_of(stage, zero={"reduce_bucket_size": 600, **(zero or {})})
+    config = cases.config_of(stage, zero={"reduce_bucket_size": 600, **(zero or {})}, **options)
     return shardengine.initialize(model, config, optimizer=cases.make_optimizer(model, "AdamW"), mesh=mesh)
 
 
@@ -61,15 +61,67 @@ def test_hpz_takes_the_groups_of_a_device_mesh(pools: Pools) -> None:
 def one_of_two_dimensions(stage: str) -> tuple[str, dict[str, Any]]:
     """Data-parallel ranks 0, 2 and 1, 3: the others would share the matrices of one model."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    return run_over(mesh["dp"], stage)
+    engine = engine_over(mesh["dp"], stage, **ALONE)
+    found = engine._core.stage.name, cases.run_steps(engine, STEPS)
+    engine.close()
+    return found
+
+
+ALONE: dict[str, Any] = {"gradient_clipping": 0, "nonfinite_gradients": "raise"}
+"""With which ranks of another dimension decide nothing alone."""
 
 
 @pytest.mark.parametrize("stage", ["0", "2", "3"])
 def test_a_part_of_a_device_mesh(pools: Pools, stage: str) -> None:
     results = pools(4).run(one_of_two_dimensions, stage)
-    truth = cases.truth("mlp", "AdamW", 2, 1, "full", STEPS)
+    truth = cases.truth("mlp", "AdamW", 2, 1, "full", STEPS, clip=0.0)
     for column in (0, 1):
         assert_equal_to_truth([found for _, found in results[column::2]], truth, f"ranks {column} and {column + 2}")
+
+
+def decided_alone(stage: str, options: dict[str, Any], sizes: tuple[int, ...], part: str) -> tuple[str, str]:
+    """What ``initialize`` on a part of a mesh says, and what ``clip_grad_norm_`` says there."""
+    names = ("replicate", "dp", "tp")[-len(sizes) :]
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    try:
+        engine = engine_over(mesh[part], stage, **options)
+    except ConfigError as error:
+        return str(error), ""
+    cases.run_micro_batch(engine, cases.loss_of, 0, 0)
+    engine.backward(cases.loss_of(engine, 1, engine.rank, 0))
+    try:
+        engine.clip_grad_norm_(1.0)
+    except UsageError as error:
+        return "", str(error)
+    finally:
+        engine.close()
+    return "", ""
+
+
+@pytest.mark.parametrize("stage", list(cases.STAGES))
+def test_parts_of_one_model_do_not_clip_or_skip_alone(pools: Pools, stage: str) -> None:
+    for options, what in (
+        ({"nonfinite_gradients": "raise"}, f"the config has gradient_clipping {cases.CLIP:g}:"),
+        ({"gradient_clipping": 0}, "the config has steps that are skipped where gradients are not finite:"),
+        ({**ALONE, "torch_autocast": {"enabled": True, "dtype": "float16"}, "nonfinite_gradients": None}, "skipped"),
+    ):
+        for refused, _ in pools(4).run(decided_alone, stage, options, (2, 2), "dp"):
+            assert "is a part of one with the dimension 'tp' of 2 ranks, and" in refused and what in refused, refused
+            assert 'Expected "gradient_clipping": 0, "nonfinite_gradients": "raise"' in refused
+    for refused, clipped in pools(4).run(decided_alone, stage, ALONE, (2, 2), "dp"):
+        assert not refused and "on a part of a mesh with the dimension 'tp' of 2 ranks" in clipped, clipped
+        assert "parameter.grad.mul_(factor)" in clipped
+
+
+@pytest.mark.parametrize(("ranks", "sizes", "part"), [(2, (1, 2), "dp"), (3, (1, 3), "dp"), (4, (2, 2, 1), "dp")])
+def test_whichever_dimension_is_left_out(pools: Pools, ranks: int, sizes: tuple[int, ...], part: str) -> None:
+    for refused, _ in pools(ranks).run(decided_alone, "2", {}, sizes, part):
+        assert "is a part of one with the dimension" in refused, refused
+
+
+def test_a_dimension_of_one_rank_is_none(pools: Pools) -> None:
+    for refused, clipped in pools(2).run(decided_alone, "2", {}, (2, 1), "dp"):
+        assert not refused and not clipped
 
 
 def hybrid_part() -> tuple[str, dict[str, Any]] | None:

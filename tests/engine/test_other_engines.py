@@ -39,7 +39,7 @@ SCRIPTS = """
     cur_scale empty_partition_cache managed_gradient_accumulation global_rank set_requires_gradient_sync reshard unshard
     set_reshard_after_forward summon_full_params full_optim_state_dict sharded_state_dict
     unwrap_model gather_full_optim_state_dict get_mom gradient_clipping fp16_enabled bfloat16_enabled
-    get_data_parallel_rank get_batch_info scale overflow wait_for_everyone is_main_process train_batch
+    get_data_parallel_rank get_batch_info overflow wait_for_everyone is_main_process train_batch
 """
 """What scripts that were written for other engines call, and this engine has not."""
 
@@ -113,7 +113,7 @@ ATTRIBUTES = {"module", "optimizer", "lr_scheduler", "config", "global_steps", "
 def resolve(path: list[str]) -> Any:
     """What ``engine.a.b`` or ``shardengine.a`` is, on the classes; AttributeError where it is not there."""
     if path[0] == "shardengine":
-        return vars(shardengine)[path[1]]
+        return getattr(shardengine, path[1])
     assert path[0] == "engine"
     if path[1] == "config":
         value: Any = shardengine.Config()

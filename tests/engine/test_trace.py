@@ -30,9 +30,9 @@ def record(folder: str, stage: str) -> dict[str, Any]:
     issued: list[str] = []
     issue = engine._core.collectives._issue
 
-    def counted(record: Any, *rest: Any) -> Any:
+    def counted(record: Any, *rest: Any, **options: Any) -> Any:
         issued.append(record.operation)
-        return issue(record, *rest)
+        return issue(record, *rest, **options)
 
     def step(number: int) -> None:
         engine.backward(cases.loss_of(engine, number, engine.rank, 0))
@@ -40,7 +40,7 @@ def record(folder: str, stage: str) -> dict[str, Any]:
 
     step(0)
     with engine.trace(Path(folder) / "trace.json"):
-        engine._core.collectives._issue = counted  # type: ignore[method-assign, assignment]
+        engine._core.collectives._issue = counted  # type: ignore[method-assign]
         step(1)
         step(2)
         engine._core.collectives._issue = issue  # type: ignore[method-assign]

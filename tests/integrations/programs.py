@@ -15,6 +15,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import GradScalerKwargs, set_seed
+from peft import AdaLoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
 from shardengine.config import STAGE
@@ -23,6 +24,7 @@ from shardengine.integrations.accelerate import ShardAccelerator, ShardOptimizer
 from shardengine.integrations.loading import load_pretrained
 from shardengine.integrations.transformers import ShardTrainer, ShardTrainerMixin, _take_over
 from shardengine.planner import automatic
+from shardengine.start import initialize
 from tests.integrations.contract import gone
 from tests.support.tiny_llama import LENGTH, Rows, Run, Say, arguments_of, load, logged, make_model
 
@@ -258,7 +260,7 @@ def loop(say: Say, rank: int, folder: str, run: Run) -> None:
     model = prepared[0]
     accelerator.save_model(model, str(Path(run.output) / "final"))
     whole = accelerator.get_state_dict(model)
-    if run.stage is not None:
+    if run.stage is not None and not run.lora:
         assert bool(whole) == accelerator.is_main_process
     if run.tour:
         inner = accelerator.unwrap_model(model)
@@ -266,6 +268,39 @@ def loop(say: Say, rank: int, folder: str, run: Run) -> None:
         assert run.stage is None or not model.is_open
         log += run_epoch(accelerator, make_loop(accelerator, inner))
     say(log)
+
+
+def save_hooks(say: Say, rank: int, folder: str, run: Run) -> None:
+    """Hooks of ``save_state`` that write a model in a way of their own; says its weights per way, and what else was
+    written."""
+    accelerator = make_accelerator(run)
+    set_seed(3)
+    model, optimizer, loader = make_loop(accelerator, load(folder))[:3]
+    found: dict[str, Any] = {}
+
+    def hook(models: list[Any], weights: list[Any], place: str) -> None:
+        own = accelerator.unwrap_model(models[0])
+        ways = {
+            "get_state_dict": accelerator.get_state_dict(models[0]),
+            "weights": weights[-1],
+            "unwrap": own.state_dict(),
+        }
+        if accelerator.is_main_process:
+            found.update({way: {name: value.tolist() for name, value in state.items()} for way, state in ways.items()})
+            own.save_pretrained(Path(place) / "alone")
+        if run.tour:
+            weights.pop()
+
+    handle = accelerator.register_save_state_pre_hook(hook)
+    batch = next(iter(loader))
+    accelerator.backward(model(**batch).loss)
+    optimizer.step()
+    state = Path(run.output) / "state"
+    accelerator.save_state(str(state))
+    handle.remove()
+    accelerator.wait_for_everyone()
+    say(found)
+    say(sorted(path.name for path in state.iterdir() if not path.name.startswith("random_states")))
 
 
 def habits(say: Say, rank: int, folder: str, run: Run) -> None:
@@ -406,6 +441,7 @@ def contract(say: Say, _rank: int, _folder: str, _run: Run) -> None:
     own |= {"_say_boundary", "_stepping", "_ends_window", "_save_engines", "_other_optimizers"}
     own |= {"_goes_with_the_rest", "_decide_stage"}
     set_by_it: tuple[str, ...] = ("native_amp", "scaler", "_models", "_optimizers", "state", "split_batches", "step")
+    set_by_it += ("_save_model_state_pre_hook",)
     say(gone(ShardAccelerator, Accelerator, own, set_by_it))
     say(gone(ShardOptimizer, AcceleratedOptimizer, set(), ("gradient_state", "optimizer")))
     own = {"engine", "_read_schedule", "_has_adapters", "_need_engine", "_writing_weights"}
@@ -468,3 +504,42 @@ def misuse(say: Say, rank: int, folder: str, run: Run) -> None:
     said(lambda: _take_over(engine, file))
     ours.free_memory(engine)
     said(lambda: ours.prepare(model, optimizer))
+
+
+def save_that_fails(say: Say, rank: int, folder: str, run: Run) -> None:
+    """A save that rank 0 cannot write; says what each rank raised, and that the next one works."""
+    trainer = ShardTrainer(
+        model=load(folder),
+        args=arguments_of(run, use_cpu=True, max_steps=1, eval_strategy="no"),
+        train_dataset=Rows(),
+        engine_config={"zero_optimization": {"stage": run.stage}},
+    )
+    trainer.train()
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    trainer._save = fail
+    try:
+        trainer.save_model(f"{run.output}/full")
+        say("nothing")
+    except Exception as error:
+        say(f"{type(error).__name__}: {error}")
+    del trainer._save
+    trainer.save_model(f"{run.output}/after")
+    torch.distributed.barrier()
+
+
+def adalora(say: Say, _rank: int, folder: str, _run: Run) -> None:
+    """AdaLoRA to be trained, and frozen, at every stage; says what is raised."""
+    for stage in range(4):
+        for trains in (True, False):
+            config = AdaLoraConfig(init_r=4, target_r=2, total_step=10, tfinal=2, target_modules=["q_proj"])
+            model = get_peft_model(load(folder), config)
+            if not trains:
+                model.requires_grad_(False)
+            try:
+                initialize(model, {"train_batch_size": 4, "zero_optimization": {"stage": stage}}).close()
+                say("nothing")
+            except UsageError as error:
+                say(str(error))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.support.program_runs import MISSING, Runs, assert_equal, assert_same
 
@@ -52,6 +53,21 @@ def test_adapters_and_a_model_that_is_prepared_again(stage: int, runs: Runs) -> 
     assert_same(runs.log(stage, lora=True, tour=True), runs.log(None, lora=True, tour=True))
 
 
+@pytest.mark.parametrize("pops", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_hooks_of_save_state_get_the_model(stage: int, pops: bool, runs: Runs) -> None:
+    (expected, _), _ = runs.said("save_hooks", None, tour=True)
+    (found, files), (nothing, _) = runs.said("save_hooks", stage, tour=pops)
+    assert nothing == {} and found.keys() == expected.keys() == {"get_state_dict", "weights", "unwrap"}
+    for way, state in found.items():
+        assert state.keys() == expected[way].keys()
+        for name, value in state.items():
+            assert torch.allclose(torch.tensor(value), torch.tensor(expected[way][name]), atol=1e-6), (way, name)
+    written = load_file(runs.output(stage, tour=pops) / "state" / "alone" / "model.safetensors")
+    assert all(value.tolist() == found["unwrap"][name] for name, value in written.items())
+    assert "pytorch_model" in files and "model.safetensors" not in files
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_other_loops_are_what_they_are_under_ddp(stage: int, runs: Runs) -> None:
     for ours, theirs in zip(runs.said("habits", stage, k=2), runs.said("habits", None, k=2), strict=True):
@@ -89,7 +105,7 @@ def test_misuse_is_one_sentence_on_every_rank(runs: Runs) -> None:
         "expected one optimizer for each model",
         "expected all parameters that the optimizer steps",
         "expected norm_type 2, got 1",
-        "use engine.state_dict(), engine.save_pretrained(dir)",
+        "save with engine.save_pretrained(dir) or engine.state_dict()",
         "the dict is another optimizer's; nothing was loaded; without this file training goes on",
         "expected a new torch optimizer, got one whose engine was closed",
     ]

@@ -164,3 +164,18 @@ def test_what_was_planned_and_measured_is_logged_where_somebody_hears_it(runs: R
     assert refused == ["INFO plan: none: the loss is not the one that the model returns"]
     assert silent == [] and log == same == runs.log(3)
     assert [words for words, _ in second] == [[]] * 4
+
+
+@pytest.mark.parametrize(("stage", "ranks"), [(0, 2), (1, 2), (2, 3), (3, 3)])
+def test_every_rank_says_why_a_save_of_rank_0_has_failed(runs: Runs, stage: int, ranks: int) -> None:
+    (zero,), *others = runs.said("save_that_fails", stage, ranks=ranks)
+    assert zero == "OSError: [Errno 28] No space left on device"
+    for (said,) in others:
+        assert "saving the model failed on rank 0: OSError: [Errno 28] No space left on device" in said, said
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_adalora_is_refused_at_every_stage(ranks: int, runs: Runs) -> None:
+    for words in runs.said("adalora", 0, ranks=ranks):
+        assert words[1::2] == ["nothing"] * 4, "frozen it is a model as any other"
+        assert all("the adapter 'default' is AdaLoRA" in said and "peft.LoraConfig" in said for said in words[::2])

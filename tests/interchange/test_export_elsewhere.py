@@ -258,6 +258,33 @@ def test_adapters_that_transformers_attached(tmp_path: Path) -> None:
     assert torch.equal(logits_of(peft.PeftModel.from_pretrained(model_of("llama"), tmp_path / "out")), expected)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning:peft")
+@pytest.mark.parametrize("frozen", [True, False], ids=["whole checkpoint", "without frozen"])
+@pytest.mark.parametrize("tokens", [None, [1, 3]], ids=["lora", "tokens"])
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_adapters_of_a_resized_vocabulary(
+    tmp_path: Path, capsys: Any, model: str, tokens: list[int] | None, frozen: bool
+) -> None:
+    """peft keeps embeddings and output layer with them."""
+    peft = pytest.importorskip("peft")
+    base: Any = model_of(model)
+    base.save_pretrained(tmp_path / "base")
+    network: Any = type(base).from_pretrained(tmp_path / "base")
+    network.resize_token_embeddings(base.config.vocab_size + 4, mean_resizing=False)
+    targets = ["q_proj"] if model == "llama" else ["c_attn"]
+    lora = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False, trainable_token_indices=tokens)
+    engine = cases.make_engine(peft.get_peft_model(network, lora), cases.config_of("2"))
+    engine.save_checkpoint(tmp_path / "saved", frozen=frozen)
+    engine.save_pretrained(tmp_path / "reference")
+    engine.close()
+    assert main(["export", str(tmp_path / "saved"), str(tmp_path / "out")]) == 0
+    assert same(tensors(tmp_path / "out"), tensors(tmp_path / "reference"))
+    assert "vocabulary" not in capsys.readouterr().out
+    (tmp_path / "base").rename(tmp_path / "gone")
+    assert main(["export", str(tmp_path / "saved"), str(tmp_path / "again")]) == 0
+    assert "is not here, so it cannot be seen whether the vocabulary was resized" in capsys.readouterr().out
+
+
 def test_other_kinds_of_peft_are_refused_by_name(tmp_path: Path, capsys: Any) -> None:
     peft = pytest.importorskip("peft")
     network = peft.get_peft_model(model_of("llama"), peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]))

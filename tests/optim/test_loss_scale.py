@@ -320,11 +320,54 @@ def test_gradients_that_do_not_fit_an_fp16_wire_are_left_out(key: str) -> None:
 def test_a_backward_without_the_engine_is_refused() -> None:
     engine = engine_of("2", {"loss_scale": 8.0})
     inputs = torch.ones(20, dtype=torch.float16), torch.ones(3, 7, dtype=torch.float16)
-    with pytest.raises(UsageError, match=r"loss.backward\(\) would leave out the loss scale"):
+    with pytest.raises(UsageError, match=r"Loss scaling is required: .* or engine.scale\(loss\).backward\(\)"):
         engine(*inputs).backward()
     engine.zero_grad()
     assert step(engine, 1.0)
     engine.close()
+
+
+class Again(nn.Module):
+    """A block that is computed again in backward, inside of a run of autograd of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Linear(7, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        again = torch.utils.checkpoint.checkpoint(lambda y: self.inside(y).tanh(), x, use_reentrant=True)
+        assert isinstance(again, Tensor)
+        return again
+
+
+def chunks(stage: str) -> None:
+    torch.manual_seed(2)
+    scale = {"enabled": True, "initial_scale_power": 8}
+    model = nn.Sequential(nn.Linear(7, 7), Again(), Again(), nn.Linear(7, 3))
+    engine = cases.make_engine(model, cases.config_of(stage, 2, zero={"units": ["Again"]}, fp16=scale), "SGD")
+    for _ in range(2):
+        for boundary in (False, True):
+            out = engine(torch.ones(4, 7, dtype=torch.half)).float()
+            first, second = engine.scale(out[:2].mean()), engine.scale(out[2:].mean())
+            first.backward(retain_graph=True)
+            with pytest.raises(UsageError, match=r"Loss scaling is required: .* for each loss"):
+                out[2:].mean().backward(retain_graph=True)
+            engine.zero_grad()
+            out = engine(torch.ones(4, 7, dtype=torch.half)).float()
+            if boundary:
+                engine.backward(out.mean())
+                out = engine(torch.ones(4, 7, dtype=torch.half)).float()
+            first, second = engine.scale(out[:2].mean()), engine.scale(out[2:].mean())
+            first.backward(retain_graph=True)
+            second.backward()
+            engine.zero_grad()
+    engine.close()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("stage", list(cases.STAGES))
+def test_each_part_of_a_loss_in_chunks_needs_the_scale(pools: Pools, stage: str, ranks: int) -> None:
+    pools(ranks).run(chunks, stage)
 
 
 def test_fp16_parameters_need_a_loss_scale() -> None:

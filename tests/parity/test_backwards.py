@@ -7,7 +7,7 @@ oracle, with tiny buckets and AdamW and with large ones and SGD (which of them w
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,14 +35,15 @@ from tests.support.special_losses import (
 )
 from tests.support.special_models import WIDTH, At, Block
 
-Losses = Tensor | list[Tensor]
+Losses = Tensor | Iterable[Tensor]
 
 
 @dataclass(frozen=True)
 class Case:
     """``loss(model, step, rank, micro)`` gives a loss, or losses with a backward each. raw: ``loss.backward()``.
 
-    retained: the engine runs the one loss backward twice; the oracle computes it twice.
+    retained: the engine runs the one loss backward twice; the oracle computes it twice · each: without the engine,
+    ``step()`` follows each micro-batch and not the last one alone.
     """
 
     make: Callable[[], Any]
@@ -51,6 +52,7 @@ class Case:
     ranks: tuple[int, ...] = (2,)
     raw: bool = False
     retained: bool = False
+    each: bool = False
 
 
 # Routes and losses
@@ -96,6 +98,27 @@ def three_times(model: Any, step: int, rank: int, micro: int) -> list[Tensor]:
 
 def same_loss_twice(model: Any, step: int, rank: int, micro: int) -> list[Tensor]:
     return [regression(model, step, rank, micro) for _ in range(2)]
+
+
+def in_chunks(model: Any, step: int, rank: int, micro: int) -> Iterator[Tensor]:
+    """A loss in chunks, whose backwards come before that of what they are made of."""
+    x, y, at = start(step, rank, micro)
+    yield from chunks(bare(model), model(x, at=at).repeat(1, WIDTH // 3), y)
+
+
+def in_chunks_of_parts(model: Any, step: int, rank: int, micro: int) -> Iterator[Tensor]:
+    """The same, and nobody runs the whole model."""
+    x, y, _ = start(step, rank, micro)
+    module = bare(model)
+    yield from chunks(module, module.blocks[0](module.inp(x)), y)
+
+
+def chunks(module: Any, hidden: Tensor, y: Tensor) -> Iterator[Tensor]:
+    cut = hidden.detach().requires_grad_()
+    for some, wanted in zip(cut.split(2), y.split(2), strict=True):
+        yield (module.out(module.blocks[2](some)) - wanted).square().sum() / y.numel()
+    gradient: Any = cut.grad
+    yield (hidden * gradient).sum()
 
 
 def freezing(model: Any, step: int, rank: int, micro: int) -> Tensor:
@@ -197,6 +220,10 @@ CASES: dict[str, Case] = {
     "without the engine: the bare module": Case(net, on_the_bare_module, micros=3, raw=True),
     "without the engine: two losses": Case(net, two_losses, raw=True),
     "without the engine: re-entrant, several times": Case(lambda: net(TwiceBlock, reentrant_twice), raw=True),
+    "without the engine: in chunks": Case(net, in_chunks, micros=3, ranks=(1, 2, 3), raw=True),
+    "without the engine: in chunks of parts": Case(
+        net, in_chunks_of_parts, micros=2, ranks=(1, 2, 3), raw=True, each=True
+    ),
     "frozen and unfrozen between steps": Case(net, freezing, ranks=(2, 3)),
     "strides: channels_last and transposed": Case(channels_last, ranks=(1, 2, 3)),
     "dtypes: bf16 and fp32, both trained": Case(two_dtypes, micros=3, ranks=(2, 3)),
@@ -204,12 +231,16 @@ CASES: dict[str, Case] = {
 }
 
 
-def backward(engine: Any, case: Case, losses: list[Tensor]) -> None:
+def backward(engine: Any, case: Case, losses: Iterable[Tensor]) -> float:
+    """The sum of the losses."""
+    total = 0.0
     for number, loss in enumerate(losses):
+        total += loss.item()
         if case.raw:
             (loss / case.micros).backward()
         else:
             engine.backward(loss, retain_graph=case.retained and number == 0)
+    return total
 
 
 ALL_RUNS = {**RUNS, "SGD, bf16 on the wire": ("SGD", 2, 600, {"communication_data_type": "bf16"})}
@@ -225,11 +256,11 @@ def train_case(name: str, stage: str, run: str) -> dict[str, Any]:
 
     def run_micro_batch(engine: Any, loss_of: cases.LossOf, step: int, micro: int) -> float:
         found = loss_of(engine, step, engine.rank, micro)
-        parts = found if isinstance(found, list) else [found]
-        backward(engine, case, [parts[0], parts[0]] if case.retained else parts)
-        if not case.raw or micro + 1 == case.micros:
+        parts = [found] if isinstance(found, Tensor) else found
+        total = backward(engine, case, [next(iter(parts))] * 2 if case.retained else parts)
+        if not case.raw or case.each or micro + 1 == case.micros:
             engine.step()
-        return float(sum(part.item() for part in parts))
+        return total
 
     result = cases.run_steps(engine, steps, case.loss, run_micro_batch)
     engine.close()

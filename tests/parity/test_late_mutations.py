@@ -78,7 +78,8 @@ CAUGHT = [
     Mutation("comm/collectives.py", "Collectives.broadcast", ".wait()", Case("2"), "", ranks=2),
     Mutation("comm/collectives.py", "Collectives._exchanged", ".wait()", "ranks exchange", ""),
     Mutation("comm/collectives.py", "Collectives.exchange_values", ".wait()", Case("2"), "", ranks=2),
-    Mutation("comm/collectives.py", "Collectives._held_up", "wait_for(work, record, failures)", "ranks exchange"),
+    Mutation("comm/collectives.py", "Collectives._held_up", "wait_for(work, record, failures, meanwhile)",
+             "ranks exchange"),
     Mutation("comm/collectives.py", "Collectives._reduce_in_two_steps", "mesh.platform.mark()", TWO_STEPS, "Done()"),
     Mutation("comm/collectives.py", "Collectives._reduce_in_two_steps", "started.wait()", TWO_STEPS),
     Mutation("comm/collectives.py", "Collectives._reduce_in_two_steps", "between.is_current()", TWO_STEPS,
@@ -92,8 +93,8 @@ CAUGHT = [
     Mutation("comm/work.py", "Work.wait", "self.wait_data()", "ranks exchange"),
     Mutation("comm/work.py", "Work._go_on", "self._wait_for(self._works)", "ranks exchange"),
     Mutation("comm/work.py", "wait_for", "work.wait()", Case("2"), ranks=2),
-    Mutation("comm/work.py", "wait_for", "_wait_under_watchdog(work, record, failures)", "ranks exchange"),
-    Mutation("comm/work.py", "_wait_under_watchdog", "work.wait(_SLICE)", "ranks exchange"),
+    Mutation("comm/work.py", "wait_for", "_wait_under_watchdog(work, record, failures, meanwhile)", "ranks exchange"),
+    Mutation("comm/work.py", "_ended", "work.wait(_SLICE / parts)", "ranks exchange"),
     Mutation("ddp/reducer.py", "Reducer._join", ".wait()", Case("3", 1, "fp32", model="gradients twice"), ""),
     Mutation("ddp/reducer.py", "Reducer._reduce_late", "work.wait()", TWICE_APART, ranks=4),
     Mutation("ddp/reducer.py", "Reducer._finish", "flight.work.wait()", Case("2"), ranks=2),
@@ -424,6 +425,7 @@ COPIER = "copies of saves are made in order by one thread, so that the last one'
 TRACE = "a moment for the trace"
 STORE = "ranks meet over the store; no stream"
 PROCESS = "for the end of processes"
+NO_WAIT = "a model keeps its engine; no stream"
 ERROR = "for the error of what has ended"
 FAILED = "after a failure: nothing is used again that was under way"
 NOT_AN_ORDER: dict[tuple[str, str, str], str] = {
@@ -445,7 +447,7 @@ NOT_AN_ORDER: dict[tuple[str, str, str], str] = {
     ("comm/breaking_off.py", "come_together", "store.wait([f'{ASKS}/go'], timedelta(seconds=TOGETHER_S))"): STORE,
     ("comm/collectives.py", "Collectives._issue", "self._held_up(record, self.failures, works)"):
         "earlier than needed, where nothing may overlap; waited for once more where it is used",
-    ("comm/collectives.py", "Collectives._wait", "self._held_up(record, failures, works)"): PASSES_ON,
+    ("comm/collectives.py", "Collectives._wait", "self._held_up(record, failures, works, meanwhile)"): PASSES_ON,
     ("comm/collectives.py", "Collectives._trace_end", "self._ends.is_current()"): TRACE,
     ("comm/collectives.py", "Collectives._trace_end", "work.wait()"): TRACE,
     ("comm/collectives.py", "Collectives._in_two_steps", "first.wait_data()"):
@@ -486,7 +488,10 @@ NOT_AN_ORDER: dict[tuple[str, str, str], str] = {
     ("optim/optimizer.py", "ShardedOptimizer._rewrite", "self.await_reader()"): PASSES_ON,
     ("engine/rebuild.py", "_carry_out", "core.await_weights()"): FIFO,
     ("engine/recovery.py", "reset", "core.await_weights()"): FIFO,
-    ("checkpoint/loading.py", "load", "core.await_weights()"): FIFO,
+    ("checkpoint/loading.py", "_come_to_rest", "core.await_weights()"): FIFO,
+    ("compat/deepspeed/facade.py", "DeepSpeedEngine.__init__", "holding.hold(self._engine)"): NO_WAIT,
+    ("integrations/accelerate.py", "ShardAccelerator._shard", "holding.hold(engine)"): NO_WAIT,
+    ("engine/closing.py", "_first_error", "sys.exception()"): ERROR,
     ("engine/recovery.py", "reset", "optimizer.wait_early()"): THREAD,
     ("engine/closing.py", "dissolve", "core.reducer.early_use.wait()"): PASSES_ON,
     ("engine/full_access.py", "full_optimizer_state", "optimizer.await_reader()"): PASSES_ON,
@@ -495,14 +500,14 @@ NOT_AN_ORDER: dict[tuple[str, str, str], str] = {
     (
         "compat/deepspeed/facade.py",
         "DeepSpeedEngine.__init__",
-        "gathering.mark(self._engine, sharded=foreign.shards_weights(tree))",
+        "gathering.mark(self._engine, sharded=foreign.shards(tree, 'weights'))",
     ): "names on parameters",
     ("checkpoint/background.py", "Background.await_copy", "self._copying.exception()"): COPIER,
     ("checkpoint/background.py", "Background.copy", "self.await_copy()"): COPIER,
     ("checkpoint/background.py", "Background.copy", "self._running[-2][1].exception()"): COPIER,
     ("checkpoint/background.py", "Background.failures", "future.exception()"): COPIER,
     ("checkpoint/saving.py", "finish", "engine._saves.await_copy()"): COPIER,
-    ("checkpoint/loading.py", "load", "engine.optimizer.await_reader()"): PASSES_ON,
+    ("checkpoint/loading.py", "_come_to_rest", "engine.optimizer.await_reader()"): PASSES_ON,
     ("checkpoint/reader.py", "Reader._whole", "future.result()"): DISK_ITSELF,
     ("checkpoint/reader.py", "Reader.verified", "wait([future for _, _, future in under_way])"): DISK_ITSELF,
     ("interchange/dcp_files.py", "Store._load",
@@ -526,7 +531,7 @@ NOT_AN_ORDER: dict[tuple[str, str, str], str] = {
     ("runtime/hooks.py", "attach_deferred_gather", "wait(blocks.get(module, 0))"): "makes a hook",
     ("runtime/hooks.py", "attach_deferred_gather", "deferred_gather.await_group(0)"):
         "for a block that is called by itself and shares a weight with the root; no run here does",
-    ("runtime/unit.py", "Unit.release_summoned", "self.wait_for_unshard()"): PASSES_ON,
+    ("runtime/unit.py", "Unit.forget_gathered", "self.wait_for_unshard()"): PASSES_ON,
     ("runtime/schedule.py", "Schedule._wait_for_unshard", "unit.wait_for_unshard()"): PASSES_ON,
     ("runtime/schedule.py", "Schedule._hold_for_backward", "self._collectives.trace.mark()"): TRACE,
     ("runtime/schedule.py", "Schedule.pre_forward", "self._collectives.trace.mark()"): TRACE,

@@ -98,3 +98,31 @@ def test_a_module_that_is_trained_whole_is_saved_too(pools: Pools, stage: str, t
 
     found = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
     assert any("wpe" in name for name in found) and any("modules_to_save" in name for name in names)
+
+
+def saved_with_prompts_of_tasks(stage: str, directory: str) -> list[float]:
+    """Two steps with a save after each; what the encoder holds before and after the call that follows a save."""
+    torch.manual_seed(25)
+    chosen = peft.MultitaskPromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, num_tasks=2, num_ranks=2)
+    model = peft.get_peft_model(cases.make_gpt2(), chosen)
+    engine = cases.make_engine(model, cases.config_of(stage), "AdamW")
+    for step in range(2):
+        tokens = torch.arange(12).view(2, 6) + step
+        output = engine(input_ids=tokens, labels=tokens, task_ids=torch.tensor([0, 1]))
+        engine.backward(output.loss)
+        engine.step()
+        engine.save_pretrained(f"{directory}/{step}")
+    state = engine.state_dict()
+    engine.close()
+    rows = "prompt_encoder.default.prefix_task_rows"
+    return [value.double().sum().item() for name, value in state.items() if name.endswith(rows)]
+
+
+@pytest.mark.parametrize("stage", ["2", "3"])
+def test_parameters_that_peft_saves_whatever_it_is_given_are_whole(pools: Pools, stage: str, tmp_path: Path) -> None:
+    """Multitask prompts: their method ignores the state dict that ``save_pretrained`` gets."""
+    from safetensors.torch import load_file
+
+    ((last,), *_) = pools(2).run(saved_with_prompts_of_tasks, stage, str(tmp_path))
+    saved = [load_file(tmp_path / str(step) / "adapter_model.safetensors")["prefix_task_rows"] for step in range(2)]
+    assert saved[1].double().sum().item() == last and not torch.equal(saved[0], saved[1]), "not those of the first save"

@@ -13,11 +13,14 @@ from typing import Any
 import pytest
 
 from tests import oracle
-from tests.support import cases
+from tests.support import cases, ways_into_backward
 from tests.support.comparing import assert_equal_to_truth
 from tests.support.covering import Row, covering
 from tests.support.ranks import RankPool
-from tests.support.special_losses import CASES, Case
+from tests.support.special_losses import CASES as SPECIAL
+from tests.support.special_losses import Case
+
+CASES = {**SPECIAL, **ways_into_backward.CASES}
 
 RUNS: dict[str, tuple[str, int, int, dict[str, Any]]] = {
     "AdamW, buckets of 600 elements": ("AdamW", 3, 600, {}),

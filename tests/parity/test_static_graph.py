@@ -96,7 +96,7 @@ def launches(stage: str, static: bool) -> tuple[list[int], int]:
             counts[-1] += torch._C._current_graph_task_id() >= 0
             launch(self, state)
 
-        def measured(link: Collectives, payload: torch.Tensor, *what: str) -> torch.Tensor:
+        def measured(link: Collectives, payload: torch.Tensor, *what: Any) -> torch.Tensor:
             lengths.append(payload.numel())
             return exchange(link, payload, *what)
 

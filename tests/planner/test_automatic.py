@@ -53,9 +53,7 @@ def square(returned: Tensor) -> Tensor:
 def plan_of(config: Any, has: int) -> Plan:
     micro = config[MICRO]
     where = Hardware(1, has, is_gpu=False)
-    return shardengine.plan(
-        Net(), config, where, batch={"x": torch.zeros(micro, 32, WIDTH)}, loss=square, rates=RATES
-    )
+    return shardengine.plan(Net(), config, where, batch={"x": torch.zeros(micro, 32, WIDTH)}, loss=square, rates=RATES)
 
 
 def made(config: Any, *, has: int = 1 << 33, least: int | None = None, **more: Any) -> shardengine.Engine:

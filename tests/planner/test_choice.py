@@ -173,9 +173,7 @@ def test_the_first_row_is_checked_whole(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(found.refused) == 3 and set(found.refused.values()) == {"plan: it is larger than it looks"}
     good.clear()
     none = chosen(LARGE)
-    assert not none.rows and none.needed == [
-        "nothing that would fit can be checked: plan: it is larger than it looks"
-    ]
+    assert not none.rows and none.needed == ["nothing that would fit can be checked: plan: it is larger than it looks"]
 
 
 def test_what_the_engine_refuses_is_refused_in_its_words() -> None:
@@ -215,9 +213,7 @@ def test_what_is_wrong_with_a_config_is_told_as_always(zero: Any) -> None:
 
 def test_nearly_as_fast_is_as_fast_where_a_run_decides() -> None:
     def row(stage: int, samples: int, speed: float) -> Row:
-        config = SimpleNamespace(
-            zero_optimization=SimpleNamespace(stage=stage), train_micro_batch_size_per_gpu=samples
-        )
+        config = SimpleNamespace(zero_optimization=SimpleNamespace(stage=stage), train_micro_batch_size_per_gpu=samples)
         return Row(Candidate(stage, samples=samples), SimpleNamespace(config=config), speed)  # type: ignore[arg-type]
 
     rows = [row(3, 8, 100.0), row(2, 8, 99.0), row(2, 4, 96.0), row(0, 8, 94.0), row(1, 1, 50.0)]
@@ -257,9 +253,7 @@ def test_what_is_needed_where_nothing_fits_is_true() -> None:
     found = chosen(of(1), told=told.append)
     assert (found.rows, found.config, found.plan) == ([], None, None)
     closest, *needed = found.needed
-    assert closest.startswith(
-        "nothing fits; the closest is stage 3, states on the host, micro-batches of 1: GPU: fits"
-    )
+    assert closest.startswith("nothing fits; the closest is stage 3, states on the host, micro-batches of 1: GPU: fits")
     assert "host: does not fit" in closest and told[-3:] == [
         "would it fit with 2 ranks?", "would it fit with 4 ranks?",
         "would it fit with states of 8 bits (data_types.optimizer_state_dtype)?"

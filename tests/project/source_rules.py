@@ -52,7 +52,8 @@ ALLOWED_OPERATIONS: Mapping[str, frozenset[str]] = {
     "compat/deepspeed/processes.py": DATA_OPERATIONS | LIFETIME_OPERATIONS,  # which it hands to scripts
 }
 REGISTRATION = re.compile(r"register_(?!comm_hook$)\w*(hook|prehook)$")
-HOOK_FILES = ("runtime/hooks.py", "planner/dry_engine.py")  # the latter on a copy, whose blocks it follows
+HOOK_FILES = ("runtime/hooks.py", "runtime/gradient_hooks.py", "planner/dry_engine.py")
+"""The last one on a copy, whose blocks it follows."""
 STAGE_NAMES = frozenset({"stage", "zero_stage", "stage_number", "stage_name", "zero_optimization_stage"})
 STAGE_FILES = ("stages", "config")
 """``config`` may compare a stage number once: whether it is one of those that exist."""
@@ -82,6 +83,7 @@ SLIVERS: Mapping[str, str] = {
     "comm/frames.py": "a format of messages, which is tested and read without groups",
     "engine/tracing.py": "one file of the events of all ranks; the engine's own file has enough",
     "engine/offload_states.py": "freeing the device between two phases is no part of a step, nor of an engine's wiring",
+    "engine/notices.py": "what is only said, which could be left out",
     "engine/overflow.py": "sentences about gradients that are not finite; the engine's file has enough of its own",
     "offload/nvme/free_list.py": "an allocator of numbers, which is tested without a file",
     "optim/foreign.py": "facts of other libraries, which change with their releases",

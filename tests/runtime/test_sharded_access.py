@@ -140,6 +140,42 @@ def test_touching_sharded_weights_never_crashes_or_lies(pools: Pools) -> None:
         assert torch.equal(results[0]["weights"][name], value), name
 
 
+def state_dicts(stage: str) -> None:
+    """Where weights are and where they are not; no memory of a gathered unit is handed out."""
+    engine = cases.make_engine(CASE.make(), cases.config_of(stage, zero={"reduce_bucket_size": 600}))
+    module, whole = engine.module, CASE.make().state_dict()
+    CASE.loss(engine, 0, engine.rank, 0)  # some units may stay gathered for the backward
+    for prefix, name in (("", ""), ("blocks.1.", "blocks.1")):
+        part = module.get_submodule(name)
+        found = part.state_dict()
+        assert {prefix + n: (v.shape, v.dtype) for n, v in found.items()} == {
+            n: (v.shape, v.dtype) for n, v in whole.items() if n.startswith(prefix)
+        }
+        for name, value in found.items():
+            assert is_hidden(value) and f"parameter {prefix + name!r}" in outcome(torch.sum, value), name
+        for save in (saved, lambda state: [each.untyped_storage() for each in state.values()], copy.deepcopy):
+            assert "engine.save_pretrained(dir)" in outcome(save, found)
+    engine.zero_grad()
+    first = next(iter(dict(module.named_parameters())))
+    with engine.full_params([first]):
+        given = module.state_dict()
+        assert torch.equal(given.pop(first), whole[first]) and any(map(is_hidden, given.values()))
+    state = engine.state_dict()
+    assert all(is_hidden(v) == (engine.rank > 0) for v in module.state_dict().values())
+    assert all(torch.equal(module.state_dict()[name], value) for name, value in state.items())
+    engine.zero_grad()  # what is called next ends that
+    assert all(map(is_hidden, module.state_dict().values()))
+    engine.close()
+    assert all(torch.equal(value, whole[name]) for name, value in module.state_dict().items())
+    assert not any(part._state_dict_hooks for part in module.modules())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("stage", ["3", "3k"])
+def test_a_state_dict_of_sharded_weights_has_names_and_shapes(stage: str, ranks: int, pools: Pools) -> None:
+    pools(ranks).run(state_dicts, stage)
+
+
 LOST: dict[str, Callable[[Any], Tensor]] = {
     "zero_": lambda model: model.out.weight.zero_(),
     "zero_ of data": lambda model: model.out.weight.data.zero_(),

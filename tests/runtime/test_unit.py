@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardengine.errors import InternalError
-from shardengine.runtime.unit import Unit, UnshardState, weight_bytes
+from shardengine.runtime.unit import Summoned, Unit, UnshardState, weight_bytes
 from tests.support.parts import collectives, contents, is_hidden, make_unit, spec
 from tests.support.ranks import RankPool
 
@@ -74,14 +74,35 @@ def test_an_unsharded_unit_shows_its_weights_to_the_users_own_parameters() -> No
     assert weight_bytes([unit]).total() == 2 * 4 * unit.elements
 
 
-def test_resharding_forgets_what_was_written_to_full_weights() -> None:
+class Keeps:
+    """Keeps what was written into the first parameter, as somebody does who finds it."""
+
+    def take(self, unit: Unit) -> None:
+        member = next(member for member in unit.members if member.index == 0)
+        for bucket in member.flat_buffer.buckets:
+            slot = member.flat_buffer.layout.slots[member.slot]
+            bucket.keep([(slot.start, slot.end)], bucket.full)
+
+    def take_summoned(self, unit: Unit, held: Summoned, *, writable: bool) -> None:
+        for bucket, part in held.parts.items():
+            bucket.keep([(bucket.layout.start, bucket.layout.end)], part)
+
+
+def test_a_keeper_is_asked_before_weights_are_let_go_of() -> None:
+    """Without one what was written is lost, and what nobody keeps is lost with one."""
     unit, parameters = sharded_unit()
-    for _ in range(2):
+    for keeper in (None, Keeps()):
+        if keeper is not None:
+            unit.ask(keeper)
         unit.unshard(collectives())
         unit.wait_for_unshard()
         assert shows_contents(parameters)
-        parameters[0].data.zero_()
+        for parameter in parameters:
+            parameter.data.zero_()
         unit.reshard()
+    unit.unshard(collectives())
+    unit.wait_for_unshard()
+    assert not parameters[0].any() and torch.equal(parameters[1].data, contents(SPECS[1], 1))
 
 
 def test_an_abandoning_reshard_leaves_views_outside_alone() -> None:
@@ -174,13 +195,17 @@ def test_a_parameter_is_summoned_with_its_buckets_alone() -> None:
     assert is_hidden(parameters[0]) and weight_bytes([unit]).total() == before
 
 
-def test_writes_to_a_pin_are_lost_unless_it_is_writable() -> None:
+def test_writes_to_a_pin_are_for_a_keeper_unless_it_is_writable() -> None:
     unit, parameters = sharded_unit()
+    for keeper in (None, Keeps()):
+        if keeper is not None:
+            unit.ask(keeper)
+        held = unit.summon(collectives(), EVERY)
+        assert shows_contents(parameters)
+        parameters[0].data.fill_(7)
+        unit.release_summoned(collectives(), held, writable=False)
     held = unit.summon(collectives(), EVERY)
-    parameters[0].data.fill_(9)
-    unit.release_summoned(collectives(), held, writable=False)
-    held = unit.summon(collectives(), EVERY)
-    assert shows_contents(parameters)
+    assert parameters[0].tolist() == [7.0] * 7
     parameters[0].data.fill_(9)
     unit.release_summoned(collectives(), held, writable=True)
     unit.summon(collectives(), EVERY)

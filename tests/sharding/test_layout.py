@@ -75,7 +75,8 @@ def test_slices_of_sparse_gradients_are_cut_between_rows(
     assert bool(buckets) == (4 * ranks * step <= rows * width)
     for bucket in buckets:
         assert bucket.row == width and bucket.names == ("few",) and bucket.slice_length % step == 0
-        assert bucket.start % step == 0 and bucket.index > 0 and bucket.length <= max(cap, ranks * step)
+        most = min(rows * width, layout.FIRST_BUCKET_ELEMENTS) if rows * width > 8 * max(cap, ranks * step) else cap
+        assert bucket.start % step == 0 and bucket.index > 0 and bucket.length <= max(most, ranks * step)
     if buckets:
         assert sum(bucket.length for bucket in buckets) - rows * width < rows * width / 4
     frozen = layout.build([replace(few, trainable=False, group=-1)], ranks, cap)
@@ -269,6 +270,27 @@ def test_elements_are_counted_with_padding_by_what_is_asked_for() -> None:
 def test_parameters_without_elements_are_refused_by_name() -> None:
     with pytest.raises(InternalError, match="empty"):
         layout.build([spec("empty", 0)], 1, 100)
+
+
+@pytest.mark.parametrize(
+    ("numel", "cap", "longest"),
+    [
+        (65536, 20, 65536),
+        (65536, 4096, 65536),
+        (65536, 8192, 8192),
+        (4_000_000, 20, layout.FIRST_BUCKET_ELEMENTS),
+        (4_000_000, 500_000, 500_000),
+        (60, 16, 32),
+    ],
+)
+@pytest.mark.parametrize("trainable", [True, False])
+def test_no_bucket_is_far_below_a_parameter(numel: int, cap: int, longest: int, trainable: bool) -> None:
+    """More than eight times as large as the bucket: it is cut no finer than a first bucket. Alignment stays."""
+    listed = [spec("small", 5, trainable=trainable), spec("large", numel, trainable=trainable)]
+    plan = layout.build(listed, 2, cap)
+    (flat_buffer,) = plan.flat_buffers
+    assert max(bucket.length for bucket in flat_buffer.buckets) == -(-longest // 32) * 32
+    assert all(bucket.length % 32 == 0 and bucket.start % 32 == 0 for bucket in flat_buffer.buckets)
 
 
 @given(st.lists(st.integers(1, 900), min_size=1, max_size=9), RANKS, CAPS)

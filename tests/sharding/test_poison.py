@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from shardengine.errors import UsageError
 from shardengine.offload import Done, Fetched, Platform
-from shardengine.sharding.poison import hide, poison, restore_poison, reveal
+from shardengine.sharding.poison import AWAY, hide, poison, restore_poison, reveal, stand_in
 from tests.support.parts import CPU
 
 NAME = "parameter 'blocks.0.weight' (rank 1)"
@@ -118,6 +118,10 @@ READS: dict[str, Callable[[nn.Parameter], Any]] = {
     "copy_": lambda p: torch.zeros(3, 4).copy_(p.t().t()),
     "cat": lambda p: nn.utils.parameters_to_vector([p, nn.Parameter(torch.ones(1))]),
     "contiguous": lambda p: p.contiguous(),
+    "data_ptr": lambda p: p.detach().data_ptr(),
+    "untyped_storage": lambda p: p.data.untyped_storage(),
+    "__deepcopy__": lambda p: copy.deepcopy(p.detach()),
+    "sum": lambda p: stand_in(torch.ones(3, 4), NAME).sum(),
 }
 WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
     "zero_": lambda p: p.data.zero_(),
@@ -180,8 +184,16 @@ def test_what_is_shown_again_is_what_it_was() -> None:
         detached.sum()
 
 
-def test_what_a_user_puts_into_a_hidden_parameter_is_the_users() -> None:
-    parameter = hidden()
+def test_what_a_user_puts_into_a_hidden_parameter_is_refused_where_it_would_be_lost() -> None:
+    parameter, other = hidden(), hidden()
+    hide(other, other.data, "parameter 'other' (rank 1)")
+    for given in (torch.ones(3, 4), other.data):
+        with pytest.raises(UsageError, match=r"written by an assignment to .data .*writable=True"):
+            parameter.data = given
+    parameter.data = parameter.data  # as module.to(device) does
+    hide(parameter, parameter.data, "parameter 'blocks.0.weight' (rank 1)", AWAY)
+    with pytest.raises(UsageError, match="reload_states"):
+        parameter.data = other.data
     parameter.data = torch.ones(3, 4)
     assert parameter.sum() == 12
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from shardengine.budget import memory
 from shardengine.errors import UsageError
 from shardengine.runtime.unit import UnshardState
 from shardengine.sharding.partition import sharded_units
@@ -334,11 +335,14 @@ class Listening(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def heard(name: str, zero: dict[str, Any]) -> list[str]:
+def heard(name: str, zero: dict[str, Any], least: int = 0) -> list[str]:
+    """What is logged. least: bytes of weights of which something is said."""
     listening, log = Listening(), logging.getLogger("shardengine")
     log.addHandler(listening)
     try:
-        engine = cases.make_engine(make(name), cases.config_of("3", zero=zero))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(memory, "_WORTH_TELLING", least)
+            engine = cases.make_engine(make(name), cases.config_of("3", zero=zero))
         cases.run_steps(engine, 2, loss_of)
         engine.close()
     finally:
@@ -372,6 +376,13 @@ def test_a_live_window_of_more_than_half_is_announced(
     window = [line for line in first if "is more than half" in line]
     assert not second and len(window) == (said is not None)
     assert said is None or said in window[0]
+
+
+def test_of_a_small_model_it_is_not(pools: Pools) -> None:
+    least = memory._WORTH_TELLING
+    assert least >= 1 << 20
+    first, _ = pools(2).run(heard, "24 equal layers", {}, least)
+    assert not [line for line in first if "is more than half" in line]
 
 
 # What is whole, counted from outside

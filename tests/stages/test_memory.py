@@ -28,7 +28,9 @@ Pools = Callable[[int], RankPool]
 
 FLOAT = 4
 WIDTH, BLOCKS = 96, 5
-BUCKET = 1024
+BUCKET = (
+    1152  # an eighth of a matrix: larger ones would be in buckets as large as they are (layout: [Note: Tiny buckets])
+)
 MICROS = 3
 SMALLEST_SLICE_BYTES = 64
 # In buckets: one being filled, one that the root keeps open, three in flight with what they receive and their sums

@@ -32,29 +32,31 @@ from tests.support.sizes import padded
 Pools = Callable[[int], RankPool]
 
 WIDTH, BUCKET = 48, 1024
-WIDE = 160
-"""Blocks of this width dwarf the transient buffers in bf16, too."""
+WIDE, DEEP = 90, 7
+"""Blocks of such layers dwarf the transient buffers in bf16, and no matrix is a bucket of its own (layout: [Note: Tiny
+buckets])."""
 STEPS = 2
 
 
 class Layers(nn.Module):
-    """Two linear layers, each in its own dtype."""
+    """Linear layers, each in its own dtype."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, depth: int) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
+        self.more = nn.ModuleList(nn.Linear(width, width) for _ in range(depth - 2))
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in (self.up, self.down):
+        for layer in (self.up, self.down, *self.more):
             x = torch.tanh(layer(x.to(layer.weight.dtype)))
         return x
 
 
 class Stack(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, depth: int) -> None:
         super().__init__()
         self.inp = nn.Linear(7, width)
-        self.blocks = nn.ModuleList(Layers(width) for _ in range(4))
+        self.blocks = nn.ModuleList(Layers(width, depth) for _ in range(4))
         self.out = nn.Linear(width, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -64,10 +66,10 @@ class Stack(nn.Module):
         return self.out(x.to(self.out.weight.dtype)).float()
 
 
-def make_stack(mixed: bool, width: int = WIDTH) -> Stack:
+def make_stack(mixed: bool, width: int = WIDTH, depth: int = 2) -> Stack:
     """Mixed: blocks of bf16, of frozen bf16, and of fp32 over frozen bf16, between parts in fp32."""
     torch.manual_seed(16)
-    model: Any = Stack(width)
+    model: Any = Stack(width, depth)
     if mixed:
         model.blocks[0].bfloat16()
         model.blocks[1].bfloat16().requires_grad_(False)
@@ -126,7 +128,7 @@ def train_and_count(chosen: list[dict[str, Any]], mixed: bool, watched: bool = F
     for config in chosen:
         count = Count()
         with only_new_tensors():
-            model: Any = make_stack(mixed, WIDE if watched else WIDTH)
+            model: Any = make_stack(mixed, *((WIDE, DEEP) if watched else (WIDTH, 2)))
             engine = cases.make_engine(model, config)
             gc.collect()
             count.start = settled_bytes(engine)
@@ -199,13 +201,13 @@ def test_model_state_is_the_formula(
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_live_window_is_the_blocks_that_are_open(pools: Pools, ranks: int, mixed: bool, low: bool) -> None:
     """Stage 3: the block that runs and one ahead of it; 3k: in forward one more with each block."""
-    model = make_stack(mixed, WIDE)
+    model = make_stack(mixed, WIDE, DEEP)
     unit_bytes = dict.fromkeys(range(5), 0)
     for (unit, _, size), counts in storages(model, sharded=True, low=low).items():
         unit_bytes[unit] += padded(counts, ranks, size) * size
     extra = transient(mixed) + ACTIVATION_BYTES
     assert min(unit_bytes[unit] for unit in range(1, 5)) > extra, "one block too many would not be noticed"
-    block_elements = 2 * padded([WIDE * WIDE, WIDE], 4, 2)
+    block_elements = DEEP * padded([WIDE * WIDE, WIDE], 4, 2)
     options: dict[str, Any] = {"bf16": {"enabled": True}} if low else {}
     chosen = [
         cases.config_of(stage, zero={"reduce_bucket_size": BUCKET, "stage3_prefetch_bucket_size": ahead}, **options)

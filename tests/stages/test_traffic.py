@@ -330,7 +330,7 @@ def assert_counts(pools: Pools, ranks: int, chosen: list[Case]) -> None:
                     assert said["formula_bytes_per_step"] >= expected, where
                 else:
                     assert said["formula_bytes_per_step"] == expected, where
-                if step > 0:  # in the first one the ranks also agree about the order of buckets
+                if step > 0:  # in the first one the ranks also agree about the order of buckets and of gathers
                     # the norm and each parameter's, digests of collectives and options, a bit per parameter, one more,
                     # a byte that says whether this rank has data
                     most = 8 + 8 * parameters + 8 + 4 + parameters // 8 + 1 + 1

@@ -3,6 +3,7 @@
 table        every name that is provided or refused; modules that are made of it
 stand_in     ``import deepspeed`` finds this one, in one process
 facade       DeepSpeedEngine around our engine; initialize
+config_classes, getters, monitors  what a config says without an engine, with one; numbers of a script's own
 foreign      what of a config means something else there than here
 client_state what a program keeps beside a checkpoint
 checkpoints  DeepSpeed's own checkpoints, whole weights of ours

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from shardengine.checkpoint import directory, index
-from shardengine.compat.deepspeed import processes
+from shardengine.compat.deepspeed import processes, schedules
 from shardengine.engine import Engine
 from shardengine.errors import CheckpointError
 from shardengine.interchange import deepspeed, weight_files, writing
@@ -101,6 +101,9 @@ def resume_schedule(engine: Engine, saved: Any) -> None:
     if scheduler is None or not isinstance(saved, dict):
         return
     steps = saved.get("last_batch_iteration")
+    if isinstance(scheduler, schedules.Schedule):
+        scheduler.load_state_dict(saved)
+        return
     if steps is not None:  # of one that the config names
         saved = {"last_epoch": steps, "_step_count": steps + 1}  # the rates of this moment, which it has saved, too
     scheduler.load_state_dict({**scheduler.state_dict(), **saved})

@@ -3,7 +3,8 @@
 Owns: what those names mean here. Must not know: the engine behind its public surface.
 
 [Note: Who divides] A framework divides the loss by the accumulation steps itself and says ``scale_wrt_gas=False``; a
-loop of its own leaves that to the engine.
+loop of its own leaves that to the engine. Where it calls ``loss.backward()``, what reaches the outputs of the forward
+is divided: a term of the loss that does not come from them is not.
 
 [Note: Adapters onto their base] Trainer says ``load_module_strict=False`` for every model of PEFT, because DeepSpeed's
 checkpoints lack the frozen weights. It does not ask to resume over another base model, or with other adapters. Our
@@ -17,27 +18,45 @@ schedulers expect as many groups as they began with.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
-import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from shardengine.checkpoint import Checkpoint, directory
-from shardengine.compat.deepspeed import checkpoints, foreign, gathering, helpers, processes
+from shardengine.checkpoint import Checkpoint, directory, index
+from shardengine.compat.deepspeed import (
+    checkpoints,
+    errors,
+    foreign,
+    gathering,
+    helpers,
+    leaves,
+    monitors,
+    optimizers,
+    processes,
+    schedules,
+)
 from shardengine.compat.deepspeed import client_state as client_states
-from shardengine.engine import Engine
-from shardengine.errors import ConfigError, UsageError
+from shardengine.compat.deepspeed.config_classes import DeepSpeedConfig
+from shardengine.compat.deepspeed.getters import Getters
+from shardengine.compat.deepspeed.phases import Phases
+from shardengine.engine import Engine, adapters, holding
+from shardengine.errors import ConfigError, MismatchError, UsageError, call_by
 from shardengine.optim import ShardedOptimizer
+from shardengine.runtime import hooks, transforms
 from shardengine.start import initialize as make_engine
 
 _log = logging.getLogger(__name__)
-_open: weakref.WeakSet[DeepSpeedEngine] = weakref.WeakSet()
+_NAMES = {
+    "engine.full_params()": "deepspeed.zero.GatheredParameters(parameters)",
+    "engine.full_params(writable=True)": "deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)",
+}
+"""Whoever has a Trainer, or accelerate, has no engine to call."""
 _REFUSED = {"mpu", "mesh_param"}
 """Arguments of ``initialize`` that must be None."""
 _WITHOUT_EFFECT = {"dist_init_required", "distributed_port"}
@@ -72,8 +91,9 @@ def initialize(
     except ConfigError:
         make_engine(model, given)  # fails with the same error, which ranks that could read the file get from here
         raise
-    for before in [each for each in _open if each.module is model]:
-        before.destroy()
+    before = holding.engine_of(model)
+    if before is not None:  # also one that the script has dropped
+        _end(before)
     engine = DeepSpeedEngine(model, tree, optimizer, model_parameters, lr_scheduler)
     batches = None
     if training_data is not None:
@@ -90,7 +110,7 @@ def initialize(
 
 def _check(model: Any, more: tuple[Any, ...], others: Mapping[str, Any]) -> None:
     if not isinstance(model, nn.Module):
-        raise UsageError(f"deepspeed.initialize: expected model=, a torch module, got {type(model).__name__}")
+        raise errors.AssertedError(f"deepspeed.initialize: expected model=, a torch module, got {type(model).__name__}")
     if more:
         raise UsageError("deepspeed.initialize: expected what comes after model_parameters by name, got positions")
     for name, value in others.items():
@@ -111,23 +131,101 @@ def _without_empty_groups(optimizer: Any) -> Any:
     return optimizer
 
 
+class LossScalerView:
+    """The loss scale as scripts read it."""
+
+    def __init__(self, scaler: Any, windows: Callable[[], int]) -> None:
+        self._scaler, self._windows = scaler, windows
+
+    @property
+    def cur_iter(self) -> int:
+        """How many windows there were, also those whose step was skipped."""
+        return self._windows()
+
+    @property
+    def cur_scale(self) -> float:
+        """With what the next loss is multiplied."""
+        return float(self._scaler.scale)
+
+    loss_scale = cur_scale
+
+    @property
+    def scale_window(self) -> int:
+        """After how many steps without an overflow it grows."""
+        return int(self._scaler.policy.window)
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether it finds itself."""
+        return bool(self._scaler.policy.dynamic)
+
+    dynamic = dynamic_loss_scale
+
+
 class DeepSpeedOptimizer(ShardedOptimizer):
     """The engine's optimizer, with what frameworks ask of it beside torch's surface.
 
     It is the same one under another class: they share all attributes, so that a scheduler over either drives both.
     """
 
-    __slots__ = ("_skipped",)
+    __slots__ = ("_given", "_scales", "_skipped", "_windows")
 
-    def __init__(self, optimizer: ShardedOptimizer, skipped: Callable[[], bool]) -> None:
-        """skipped: whether the last step was."""
+    def __init__(self, engine: Engine, skipped: Callable[[], bool], given: Any = None) -> None:
+        """skipped: whether the last step was · given: the user's own optimizer."""
+        optimizer, (fp16, autocast) = engine.optimizer, (engine.config.fp16, engine.config.torch_autocast)
+        self._scales = fp16.enabled is True or (autocast.enabled is True and autocast.dtype == "float16")
         object.__setattr__(self, "__dict__", optimizer.__dict__)
         self._skipped = skipped
+        self._windows = lambda: engine.global_steps
+        self._given = given
+
+    @property
+    def optimizer(self) -> Any:
+        """The one that was given to ``initialize``, of which groups and calls are this one's; else this one."""
+        return self if self._given is None else self._given
+
+    @property
+    def loss_scale(self) -> float:
+        """With what a loss is multiplied before its backward; 1 without fp16."""
+        return super().loss_scale
+
+    cur_scale = loss_scale
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (other is not None and other is self._given)
+
+    __hash__ = object.__hash__
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale finds itself."""
+        return self.settings.scaler is not None and self.settings.scaler.policy.dynamic
+
+    @property
+    def loss_scaler(self) -> LossScalerView:
+        """What is known of the loss scale of fp16."""
+        if not self._scales:
+            raise AttributeError("the optimizer has no loss_scaler: the config does not train in fp16")
+        return LossScalerView(self.settings.scaler, self._windows)
+
+    loss_scale_config = loss_scaler
+
+    def needs_scaler(self) -> bool:
+        """Whether a loss has to be."""
+        return self._scales
 
     @property
     def overflow(self) -> bool:
         """Whether the last step was skipped, because gradients were not finite."""
         return self._skipped()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Whole on rank 0; the groups alone on others. Collective."""
+        found = super().state_dict()
+        if not found:
+            groups = [{name: value for name, value in each.items() if name != "params"} for each in self.param_groups]
+            found = {"state": {}, "param_groups": groups}
+        return found
 
     @property
     def parameter_offload(self) -> gathering.NoHooks:
@@ -135,7 +233,23 @@ class DeepSpeedOptimizer(ShardedOptimizer):
         return gathering.NoHooks()
 
 
-class DeepSpeedEngine(nn.Module):
+class ZeROOptimizer(DeepSpeedOptimizer):
+    """Of an engine that shards anything."""
+
+    __slots__ = ()
+
+
+def _end(engine: Engine) -> None:
+    """As ``DeepSpeedEngine.destroy``."""
+    was_open = engine.is_open
+    try:
+        engine.close(restore=False)
+    finally:
+        if was_open and not engine.is_open:
+            gathering.unmark(engine)
+
+
+class DeepSpeedEngine(Getters, Phases, nn.Module):
     """One of our engines as a module: ``module`` is the model, and what is not here is read from the engine."""
 
     def __init__(
@@ -143,10 +257,16 @@ class DeepSpeedEngine(nn.Module):
     ) -> None:
         """As ``initialize``."""
         super().__init__()
+        call_by(_NAMES)
+        helpers.set_log_level(config.get("log_level"))
         tree, told = foreign.translate(
             config, optimizer=optimizer is not None, scheduler=lr_scheduler is not None, model=model
         )
         trained = optimizer is not None or "optimizer" in tree
+        foreign.check_given(config, optimizer, optimizers.name_of(optimizer))
+        foreign.cast_buffers(model, tree)
+        named = schedules.of_config(tree)
+        lr_scheduler = named if lr_scheduler is None else lr_scheduler
         if model_parameters is not None and not isinstance(model_parameters, list):
             model_parameters = list(model_parameters)
         self._engine = make_engine(
@@ -160,15 +280,25 @@ class DeepSpeedEngine(nn.Module):
         self._written = config
         self._optimizer: DeepSpeedOptimizer | None = None
         if self._engine.optimizer is not None:
-            self._optimizer = DeepSpeedOptimizer(self._engine.optimizer, self._was_skipped)
+            given = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
+            kind_of_view = ZeROOptimizer if foreign.shards(tree, "states") else DeepSpeedOptimizer
+            self._optimizer = kind_of_view(self._engine, self._was_skipped, given)
+            kind = optimizers.name_of(given) or (
+                None
+                if optimizer is not None
+                else optimizers.of_config(tree.get("optimizer"), on_host=foreign.steps_on_host(tree))
+            )
+            if kind is not None:
+                optimizers.name_as(self._optimizer, kind)
+        leaves.mark_as_configured(model, foreign.leaf_modules(config))
         self._last_skipped: bool | None = False
-        self._is_open = True
-        _open.add(self)
-        gathering.mark(self._engine, sharded=foreign.shards_weights(tree))
+        self._divides_itself = False
+        holding.hold(self._engine)
+        gathering.mark(self._engine, sharded=foreign.shards(tree, "weights"))
 
     @property
     def _live(self) -> Engine:
-        if not self._is_open:
+        if not self._engine.is_open:
             raise UsageError(
                 "this DeepSpeedEngine was destroyed, by destroy() or because deepspeed.initialize was called again for "
                 "its model: expected the newest one. Where a framework evaluates before it trains, or trains twice, "
@@ -184,7 +314,15 @@ class DeepSpeedEngine(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
-        return self._live(*args, **kwargs)
+        output = self._live(*args, **kwargs)
+        shares = self._engine.gradient_accumulation_steps() > 1 and torch.is_grad_enabled()
+        if shares and not transforms.inside():  # torch.func asks for a derivative, not for a share of a step
+            hooks.watch_gradients(output, self._share)
+        return output
+
+    def _share(self, gradient: Tensor) -> Tensor | None:
+        """This micro-batch's share of the step, of what ``loss.backward()`` has brought to an output."""
+        return None if self._divides_itself else gradient / self._engine.gradient_accumulation_steps()
 
     def backward(
         self, loss: Tensor, *, retain_graph: bool = False, scale_wrt_gas: bool = True, **others: Any
@@ -195,7 +333,11 @@ class DeepSpeedEngine(nn.Module):
         """
         if others:
             raise UsageError(f"backward: expected loss, retain_graph= and scale_wrt_gas=, got {', '.join(others)}=")
-        return self._live.backward(loss, retain_graph=retain_graph, divide=scale_wrt_gas)
+        self._divides_itself = True
+        try:
+            return self._live.backward(loss, retain_graph=retain_graph, divide=scale_wrt_gas)
+        finally:
+            self._divides_itself = False
 
     def step(self, lr_kwargs: Any = None) -> None:
         """On the boundary: clip, step, the scheduler's step. Off the boundary it only counts. UsageError with
@@ -203,8 +345,17 @@ class DeepSpeedEngine(nn.Module):
         if lr_kwargs:
             raise UsageError("step: lr_kwargs is not available; set learning rates in engine.optimizer.param_groups")
         steps, skipped = self._live.global_steps, self._was_skipped()
-        self._live.step()
+        self._step_phase()
         self._last_skipped = skipped if self._engine.global_steps == steps else None
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Whether the next ``step()`` ends the window. AssertedError where every one does."""
+        if not self.managed_gradient_accumulation():
+            raise errors.AssertedError(
+                "set_gradient_accumulation_boundary: expected no call where managed_gradient_accumulation is false; "
+                "every step() ends the window there"
+            )
+        self._live.set_gradient_accumulation_boundary(is_boundary)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients between two steps; inside of a window they stay, as under DeepSpeed."""
@@ -221,7 +372,7 @@ class DeepSpeedEngine(nn.Module):
     @property
     def optimizer(self) -> DeepSpeedOptimizer | None:
         """The optimizer that steps the shards; its groups are the given ones. None in an engine that does not train."""
-        return self._optimizer if self._is_open else None
+        return self._optimizer if self._engine.is_open else None
 
     @property
     def lr_scheduler(self) -> Any:
@@ -237,6 +388,15 @@ class DeepSpeedEngine(nn.Module):
     def config(self) -> dict[str, Any]:
         """The config as it was written."""
         return self._written
+
+    @functools.cached_property
+    def _config(self) -> DeepSpeedConfig:  # type: ignore[override]
+        return DeepSpeedConfig(self._written)
+
+    @functools.cached_property
+    def monitor(self) -> monitors.MonitorMaster:
+        """Where a script writes numbers of its own, as the config says."""
+        return monitors.MonitorMaster(self._config.monitor_config)
 
     @property
     def local_rank(self) -> int:
@@ -261,10 +421,6 @@ class DeepSpeedEngine(nn.Module):
         """Whether the config trains in bf16."""
         return self._engine.config.bf16.enabled is True
 
-    def zero_optimization_partition_weights(self) -> bool:
-        """Whether weights are sharded."""
-        return foreign.shards_weights(self._written)
-
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """What the config says; frameworks ask before they save whole weights."""
         return foreign.gathers_on_save(self._written)
@@ -272,18 +428,18 @@ class DeepSpeedEngine(nn.Module):
     # Saving and loading
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The model's, under "module.". UsageError at stage 3, unless all of it is gathered."""
-        with _saying_how_to_gather("state_dict"):
-            return super().state_dict(*args, **kwargs)
+        """The model's, under "module."; at stage 3 names and shapes, and values of what is gathered at this moment."""
+        return super().state_dict(*args, **kwargs)
 
     def module_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The model's own. UsageError as ``state_dict``."""
-        with _saying_how_to_gather("module_state_dict"):
-            return self.module.state_dict(*args, **kwargs)
+        """The model's own, as ``state_dict``."""
+        state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+        return state
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         self._live.average_replicas()
-        return self._live.state_dict(trainable_only=exclude_frozen_parameters)
+        state = self._live.state_dict(trainable_only=exclude_frozen_parameters)
+        return adapters.for_every_rank(self.module, state)
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 
@@ -300,7 +456,7 @@ class DeepSpeedEngine(nn.Module):
 
     def save_checkpoint(
         self,
-        save_dir: str,
+        save_dir: str | os.PathLike[str],
         tag: str | int | None = None,
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
@@ -308,22 +464,31 @@ class DeepSpeedEngine(nn.Module):
     ) -> bool:
         """Write one of our checkpoints to ``save_dir/tag``, by default ``global_step<N>``; collective. True.
 
-        client_state: a dict; what is not JSON is written by torch.save, by rank 0 · save_latest: no effect, ``latest``
-        names the checkpoint in any case, which is told where that is not wanted.
+        client_state: a dict; what is not JSON is written by torch.save, by rank 0 · save_latest: whether ``latest``
+        names it.
         """
+        save_dir = errors.folder("save_checkpoint", save_dir)
         name = f"global_step{self._live.global_steps}" if tag is None else str(tag)
         with client_states.kept(save_dir, name, client_state) as kept:
             self._live.average_replicas()
-            self._live.save_checkpoint(save_dir, name, kept, frozen=not exclude_frozen_parameters)
+            frozen, latest = not exclude_frozen_parameters, bool(save_latest)
+            try:
+                self._live.save_checkpoint(save_dir, name, kept, frozen=frozen, latest=latest)
+            except MismatchError as error:
+                if not str(error).startswith("the place given to save_checkpoint"):
+                    raise
+                raise errors.AssertedMismatchError(*error.args) from error
         if self._engine.rank == 0:
             checkpoints.write_script(save_dir)
-            if not save_latest:
-                _log.warning("save_checkpoint: save_latest=False has no effect, %s names %s", directory.LATEST, name)
         return True
+
+    def _get_optimizer_ckpt_name(self, checkpoints_path: str, tag: str, expp_rank: int = 0) -> str:
+        """The file in which this rank's states are, beside its part of the weights."""
+        return str(Path(checkpoints_path, str(tag), index.file_of(self._engine.rank)))
 
     def load_checkpoint(
         self,
-        load_dir: str,
+        load_dir: str | os.PathLike[str],
         tag: str | int | None = None,
         load_module_strict: bool = True,
         load_optimizer_states: bool = True,
@@ -333,36 +498,34 @@ class DeepSpeedEngine(nn.Module):
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Go on from a checkpoint → (its directory, the client state); (None, None) where there is none at all.
 
-        Those of ``save_checkpoint``, at any stage and number of ranks, and DeepSpeed's own.
+        Those of ``save_checkpoint``, at any stage and number of ranks, and DeepSpeed's own. load_optimizer_states,
+        load_lr_scheduler_states: without them all else goes on, counters included · load_module_only: weights alone.
         """
+        load_dir = errors.folder("load_checkpoint", load_dir)
         if tag is None and not Path(load_dir, directory.LATEST).exists():
             _log.warning("load_checkpoint: %s has no file %r, nothing is loaded", load_dir, directory.LATEST)
             return None, None
         if given := [name for name, value in others.items() if value is not None]:
             raise UsageError(f"load_checkpoint: expected None for {', '.join(given)}, which cannot be chosen here")
-        weights_only = load_module_only or not load_optimizer_states
-        if not load_lr_scheduler_states and not weights_only and self._engine.lr_scheduler is not None:
-            raise UsageError(
-                "load_checkpoint: load_lr_scheduler_states=False is not available in an engine with a scheduler; set "
-                "engine.lr_scheduler = None and step your own"
-            )
+        loads = {"optimizer": load_optimizer_states, "scheduler": load_lr_scheduler_states}
+        how = {"weights_only": load_module_only, "without": [name for name, wanted in loads.items() if not wanted]}
         with checkpoints.readable(load_dir, None if tag is None else str(tag)) as (folder, name, theirs):
             strict = load_module_strict and not (theirs and self._engine.lr_scheduler is not None)
-            found = self._load(folder, name, strict=strict, weights_only=weights_only)
+            found = self._load(folder, name, strict=strict, **how)
         self._last_skipped = False
         if not theirs:
             return str(found.directory), client_states.found(found.client_state, found.directory)
         client_state = dict(found.client_state)
         saved = client_state.pop(checkpoints.SCHEDULER, None)
-        if load_lr_scheduler_states and not weights_only:
+        if load_lr_scheduler_states and not load_module_only:
             checkpoints.resume_schedule(self._engine, saved)
         return str(checkpoints.place_of(load_dir, tag)), client_state
 
-    def _load(self, folder: Path, tag: str | None, *, strict: bool, weights_only: bool) -> Checkpoint:
+    def _load(self, folder: Path, tag: str | None, *, strict: bool, **how: Any) -> Checkpoint:
         """Strictly also where the checkpoint leaves weights out ([Note: Adapters onto their base])."""
-        made_strict = not (strict or weights_only) and checkpoints.leaves_out(folder, tag)
+        made_strict = not (strict or how["weights_only"]) and checkpoints.leaves_out(folder, tag)
         try:
-            return self._live.load_checkpoint(folder, tag, strict=strict or made_strict, weights_only=weights_only)
+            return self._live.load_checkpoint(folder, tag, strict=strict or made_strict, **how)
         except UsageError as error:
             if not made_strict:
                 raise
@@ -378,15 +541,7 @@ class DeepSpeedEngine(nn.Module):
         """End the engine; collective. Weights that are sharded stay so, for the next ``initialize`` of the model; below
         stage 3 it is an ordinary one again. Nothing happens the second time. UsageError where it must not end now, as
         inside of ``zero.GatheredParameters``: it goes on."""
-        if not self._is_open:
-            return
-        try:
-            self._engine.close(restore=False)
-        finally:
-            if not self._engine.is_open:
-                self._is_open = False
-                _open.discard(self)
-                gathering.unmark(self._engine)
+        _end(self._engine)
 
     def to(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: the engine owns where and in which dtype the weights live."""
@@ -400,15 +555,3 @@ class DeepSpeedEngine(nn.Module):
         if name.startswith("__") or "_engine" not in self.__dict__:
             raise AttributeError(f"DeepSpeedEngine has no attribute {name!r}")
         return getattr(self._engine, name)
-
-
-@contextmanager
-def _saying_how_to_gather(call: str) -> Iterator[None]:
-    try:
-        yield
-    except UsageError as error:
-        raise UsageError(
-            f"DeepSpeedEngine.{call}() while the weights are sharded would hold NaN: call it on every rank inside of "
-            "`with deepspeed.zero.GatheredParameters(list(engine.parameters())):`, or save the weights with "
-            "engine.save_16bit_model(dir), on every rank, too"
-        ) from error

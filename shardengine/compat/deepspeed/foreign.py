@@ -11,30 +11,50 @@ collectives. Results do not depend on it.
 from __future__ import annotations
 
 import copy
+import importlib.util
+import json
 import logging
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from shardengine.compat.deepspeed import processes
+from shardengine.compat.deepspeed.errors import AssertedError
 from shardengine.config import NO_EFFECT_BECAUSE, NOT_CLIPPED, READ_AS, Config, ZeroConfig, load_config, read_tree
 from shardengine.errors import ConfigError, UsageError
 
 _log = logging.getLogger(__name__)
 _SIZES = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
-_STAGE_OF_SHARDED_WEIGHTS = 3
-"""DeepSpeed's number, which its keys depend on."""
+_SHARDED = {"states": (1, 2, 3), "gradients": (2, 3), "weights": (3,)}
+"""At which of DeepSpeed's stages; its keys depend on that."""
 _GATHERS_ON_SAVE = tuple(
     f"{start}gather_{kind}_weights_on_model_save" for start in ("stage3_", "") for kind in ("16bit", "fp16")
 )
-_UNTOLD = ("zero_allow_untested_optimizer", "dataloader_drop_last")
+_UNTOLD = ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "dataloader_drop_last", "log_level")
 """Keys that do what they say, or that frameworks write into every config: no notice."""
 _FILLED = (
     *("gradient_clipping", "fp16.enabled", "bf16.enabled", "bfloat16.enabled"),
     *(f"optimizer.params.{name}" for name in ("betas", "eps", "weight_decay")),
 )
 """Keys without which nobody can know what to compute ([Note: "auto"]); `load_config` refuses others itself."""
+CLIPPED_TO = 1.0
+"""DeepSpeed's norm, where a config says nothing."""
+_DECAY_OF_TORCH = 0.01
+_OF_OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adam": {"weight_decay": 0.0},
+    "adamw": {"weight_decay": 0.0},
+    "lion": {"lr": 1e-3, "betas": [0.9, 0.999]},
+    "muon": {"weight_decay": 0.0, "betas": [0.9, 0.95], "eps": 1e-10},
+}
+_RATES_OF_MUON = {"muon_lr": 0.02, "adam_lr": 3e-4}
+"""Hyper-parameters that DeepSpeed has other defaults for, by its classes; "torch_adam" takes torch's."""
+_OF_PARAMS = ("torch_adam", "adam_w_mode", "lr", "betas", "eps", "weight_decay")
+_TAG_VALIDATION = ("ignore", "warn", "fail")
 _INSIDE = ("zero_optimization.", "activation_checkpointing.", "aio.", "optimizer.")
 """Sections whose keys without effect say how DeepSpeed does something, which is done in another way here."""
 
@@ -44,8 +64,12 @@ def given(config: Any, args: Any) -> Any:
 
     UsageError where there is none.
     """
-    found = config if config is not None else getattr(args, "deepspeed_config", None)
-    if not isinstance(found, str | Path | Mapping):
+    found = (
+        config
+        if config is not None
+        else getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
+    )
+    if not isinstance(found, str | os.PathLike | Mapping):
         raise UsageError(
             "deepspeed.initialize: expected config=, a dict or the path of a JSON file, or args.deepspeed_config, got "
             f"{type(found).__name__}"
@@ -53,14 +77,35 @@ def given(config: Any, args: Any) -> Any:
     return found
 
 
-def written(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
-    """The config as a dict of its own. ConfigError where it is no file of JSON."""
-    return dict(config) if isinstance(config, Mapping) else read_tree(Path(config))
+def written(config: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """The config as a dict of its own. ConfigError where it is no file of JSON, nor of HJSON if that is installed."""
+    if isinstance(config, Mapping):
+        return dict(config)
+    try:
+        return read_tree(Path(config))
+    except ConfigError as error:
+        is_json = not isinstance(error.__cause__, json.JSONDecodeError)
+        if is_json or importlib.util.find_spec("hjson") is None:
+            raise
+        try:
+            return dict(importlib.import_module("hjson").loads(Path(config).read_text(encoding="utf-8")))
+        except ValueError:
+            raise error from None
 
 
-def shards_weights(config: Mapping[str, Any]) -> bool:
-    """Whether weights are sharded, as DeepSpeed counts stages."""
-    return bool(_section(config, "zero_optimization").get("stage") == _STAGE_OF_SHARDED_WEIGHTS)
+def shards(config: Mapping[str, Any], what: str) -> bool:
+    """Whether "states", "gradients" or "weights" are sharded, as DeepSpeed counts stages."""
+    return _section(config, "zero_optimization").get("stage") in _SHARDED[what]
+
+
+def steps_on_host(config: Mapping[str, Any]) -> bool:
+    """Whether the optimizer is offloaded."""
+    return bool(_device(_section(config, "zero_optimization").get("offload_optimizer")) not in (None, "none"))
+
+
+def leaf_modules(config: Mapping[str, Any]) -> Any:
+    """The section that names modules to be marked as gathered in one."""
+    return _section(config, "zero_optimization").get("leaf_module")
 
 
 def gathers_on_save(config: Mapping[str, Any]) -> bool:
@@ -80,7 +125,7 @@ def translate(
     tree, told = copy.deepcopy(config), list[str]()
     zero = _section(tree, "zero_optimization")
     offload = zero.get("offload_param")
-    if not shards_weights(tree) and zero.pop("offload_param", None) and _device(offload) != "none":
+    if not shards(tree, "weights") and zero.pop("offload_param", None) and _device(offload) != "none":
         told.append("zero_optimization.offload_param has no effect below stage 3, where weights are not sharded")
     if _section(tree, "checkpoint").pop("async_save", False):
         told.append("checkpoint.async_save is left off: frameworks move a checkpoint as soon as it is saved")
@@ -92,18 +137,77 @@ def translate(
         for name in ("optimizer", "scheduler", "gradient_clipping"):
             tree.pop(name, None)  # of a model that is not trained, nothing is said
         zero.pop("offload_optimizer", None)
+    else:
+        told += _their_defaults(tree)
     for name in _UNTOLD:
         tree.pop(name, None)
+    if isinstance(tree.setdefault("fp16", {}), dict):
+        tree["fp16"].setdefault("loss_scale_delay", 1)  # as DeepSpeed counts
+    tags = _section(tree, "checkpoint").get("tag_validation", "Warn")
+    if str(tags).lower() not in _TAG_VALIDATION:
+        raise ConfigError([f"checkpoint.tag_validation: expected one of {', '.join(_TAG_VALIDATION)}, got {tags!r}"])
     for name in _GATHERS_ON_SAVE:
         zero.pop(name, None)
+    optimizer_keys = _section(tree, "optimizer")
+    for name in [each for each in optimizer_keys if each in _OF_PARAMS]:
+        del optimizer_keys[name]
+        told.append(f"optimizer.{name} has no effect, as under DeepSpeed: write it into optimizer.params")
     told += [f"{name} has no effect, as under DeepSpeed: write it into its section" for name in _dotted(tree)]
     told += _own_sizes(zero, _hidden_size(model))
-    left = [name for name in _FILLED if _value(tree, name) == "auto"]
+    left = [name for name in _FILLED if value(tree, name) == "auto"]
     if left:
         raise ConfigError(
             [f'{name}: "auto", which no framework has replaced; expected a value' for name in left], "config"
         )
     return tree, told
+
+
+def default_clipping(tree: Mapping[str, Any]) -> float:
+    """The norm to which gradients are clipped where ``gradient_clipping`` is not there; 0: they are not."""
+    offload = _section(_section(tree, "zero_optimization"), "offload_optimizer")
+    return 0.0 if "gradient_clipping_value" in tree or offload.get("step_in_backward") else CLIPPED_TO
+
+
+def check_given(config: Mapping[str, Any], optimizer: Any, kind: type | None) -> None:
+    """UsageError where ``config`` does not allow the caller's ``optimizer``. kind: which of DeepSpeed's made it."""
+    if optimizer is None or kind is not None or not shards(config, "states"):
+        return
+    adam = isinstance(optimizer, _TESTED)
+    name = getattr(optimizer, "__name__", type(optimizer).__name__)
+    if (
+        config.get("zero_allow_untested_optimizer") is False
+        and isinstance(optimizer, torch.optim.Optimizer)
+        and not adam
+    ):
+        raise AssertedError(
+            f"zero_allow_untested_optimizer is false, and {name} is none that DeepSpeed has tested: expected true, or "
+            "the key left out"
+        )
+    if config.get("zero_force_ds_cpu_optimizer") is True and steps_on_host(config):
+        raise UsageError(
+            f"zero_force_ds_cpu_optimizer is true, and the optimizer is {name}: expected DeepSpeedCPUAdam, or false, "
+            "or the key left out"
+        )
+
+
+_TESTED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+
+
+def cast_buffers(model: nn.Module, tree: dict[str, Any]) -> None:
+    """Cast the model's buffers of floating point as ``data_types.buffer_dtype`` says, which leaves ``tree``."""
+    wanted = _section(tree, "data_types").pop("buffer_dtype", None)
+    if wanted is None:
+        return
+    if wanted not in _DTYPES:
+        raise ConfigError(f"data_types.buffer_dtype: expected one of {', '.join(_DTYPES)}, got {wanted!r}")
+    cast: dict[int, torch.Tensor] = {}  # one that two modules share stays one
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                module._buffers[name] = cast.setdefault(id(buffer), buffer.to(_DTYPES[wanted]))
+
+
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def tell(tree: dict[str, Any], told: Iterable[str], *, trained: bool) -> Config | dict[str, Any]:
@@ -147,11 +251,36 @@ def _dotted(tree: dict[str, Any]) -> list[str]:
     return [name for name in found if not name.endswith(_SIZES)]  # trl writes these, for a reference model
 
 
+def _their_defaults(tree: dict[str, Any]) -> list[str]:
+    """Write into ``tree`` what DeepSpeed computes with where nothing is said, and we with something else."""
+    told = []
+    if "gradient_clipping" not in tree and (clipping := default_clipping(tree)):
+        tree["gradient_clipping"] = clipping
+        told.append(
+            f"gradient_clipping is not in it: gradients are clipped to a norm of {CLIPPED_TO}, DeepSpeed's default; 0 "
+            "switches that off"
+        )
+    if _section(tree, "comm_hook").get("name", "none") == "none":
+        tree.setdefault("step_unused_parameters", True)
+    optimizer = _section(tree, "optimizer")
+    kind, params = str(optimizer.get("type")).lower(), optimizer.get("params") or {}
+    if kind == "adamw":
+        params.pop("adam_w_mode", None)  # which counts for Adam alone
+    defaults = _OF_OPTIMIZERS.get(kind, {})
+    if kind in ("adam", "adamw") and params.get("torch_adam") and params.get("adam_w_mode", True):
+        defaults = {"weight_decay": _DECAY_OF_TORCH}
+    if kind == "muon" and "lr" not in params:
+        defaults = {**defaults, **_RATES_OF_MUON}
+    if defaults:
+        optimizer["params"] = {**defaults, **params}
+    return told
+
+
 def _own_sizes(zero: dict[str, Any], hidden: int | None) -> list[str]:
     """Take sizes that frameworks have written for "auto" out of ``zero`` where ours are larger ([Note: "auto"])."""
     if hidden is None:
         return []
-    written = {"reduce_bucket_size": hidden * hidden, "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden)}
+    written = {"reduce_bucket_size": hidden * hidden}
     replaced = [name for name, size in written.items() if zero.get(name) == size < getattr(ZeroConfig, name)]
     for name in replaced:
         del zero[name]
@@ -176,7 +305,8 @@ def _device(offload: Any) -> Any:
     return offload.get("device", "none") if isinstance(offload, Mapping) else offload
 
 
-def _value(tree: Mapping[str, Any], dotted: str) -> Any:
+def value(tree: Mapping[str, Any], dotted: str) -> Any:
+    """What is at ``dotted``; None where nothing is."""
     found: Any = tree
     for name in dotted.split("."):
         found = found.get(name) if isinstance(found, Mapping) else None

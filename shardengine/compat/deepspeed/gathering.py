@@ -10,22 +10,29 @@ from __future__ import annotations
 
 import enum
 import itertools
+import math
 import weakref
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from shardengine.compat.deepspeed import processes
 from shardengine.engine import Engine
 from shardengine.errors import UsageError
+from shardengine.sharding import Elsewhere, stand_in
 
 _held: Any = WeakIdKeyDictionary()
 """Parameter → (its engine, weakly, and its name there)."""
-_CARRIED = ("ds_id", "ds_numel", "ds_shape", "ds_status")
+_CARRIED = ("ds_id", "ds_numel", "ds_shape", "ds_status", "ds_tensor", "ds_persist")
 _numbers = itertools.count()
+_PART = Elsewhere(
+    "the engine cuts weights otherwise",
+    "expected deepspeed.utils.safe_get_local_fp32_param(parameter), which every rank calls",
+    "expected deepspeed.utils.safe_set_local_fp32_param(parameter, value), which every rank calls",
+)
 
 
 class ZeroParamStatus(enum.Enum):
@@ -37,10 +44,15 @@ class ZeroParamStatus(enum.Enum):
 
 
 class Init:
-    """``with`` this, a model is made as usual: ``initialize`` shards it one flat buffer at a time."""
+    """``with`` this, a model is made as usual: ``initialize`` shards it one flat buffer at a time.
 
-    def __init__(self, module: nn.Module | None = None, **_: Any) -> None:
-        pass
+    Where a launcher has started the process it joins the default group: scripts ask for their rank inside.
+    """
+
+    def __init__(self, module: nn.Module | None = None, *, enabled: bool = True, **_: Any) -> None:
+        """module: nothing happens to it · enabled: False: no group is joined."""
+        if enabled and processes.is_launched():
+            processes.init_distributed()
 
     def __enter__(self) -> Init:
         return self
@@ -79,7 +91,7 @@ class GatheredParameters:
     def __enter__(self) -> None:
         by_engine: dict[int, tuple[Engine, list[str]]] = {}
         for parameter in self._wanted:
-            engine, name = _holder(parameter, "zero.GatheredParameters")
+            engine, name = holder(parameter, "zero.GatheredParameters")
             by_engine.setdefault(id(engine), (engine, []))[1].append(name)
         with ExitStack() as opened:
             for engine, names in by_engine.values():
@@ -96,6 +108,14 @@ class GatheredParameters:
     def _say(self, status: ZeroParamStatus) -> None:
         for parameter in self._gathered:  # not those that an outer one shows
             vars(parameter)["ds_status"] = status
+
+
+@contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
+    """Inside of ``with`` this the model of an engine is whole, for many forwards without gathers; collective."""
+    module = model.module if isinstance(getattr(model, "module", None), nn.Module) else model
+    with GatheredParameters(list(module.parameters())):
+        yield module
 
 
 class NoHooks:
@@ -127,8 +147,17 @@ def mark(engine: Engine, *, sharded: bool) -> None:
     for name, parameter in engine.module.named_parameters():
         _held[parameter] = (weakref.ref(engine), name)
         if sharded:
-            values = (next(_numbers), parameter.numel(), parameter.shape, ZeroParamStatus.NOT_AVAILABLE)
+            part = stand_in(
+                parameter.new_empty(part_size(parameter.numel(), engine.world_size)), f"ds_tensor of {name!r}", _PART
+            )
+            status = ZeroParamStatus.NOT_AVAILABLE
+            values = (next(_numbers), parameter.numel(), parameter.shape, status, part, False)
             vars(parameter).update(zip(_CARRIED, values, strict=True))
+
+
+def part_size(elements: int, ranks: int) -> int:
+    """How many elements what DeepSpeed calls a rank's part has."""
+    return math.ceil(elements / ranks)
 
 
 def unmark(engine: Engine) -> None:
@@ -139,30 +168,8 @@ def unmark(engine: Engine) -> None:
                 vars(parameter).pop(name, None)
 
 
-# One parameter at a time; collective, as under DeepSpeed
-
-
-def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """What is stepped for ``param``, whole, in fp32; None where the optimizer does not step it."""
-    return safe_get_full_optimizer_state(param, "weight")
-
-
-def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """A state of the optimizer for ``param``, whole; None where it has none of this name."""
-    engine, name = _holder(param, "utils.safe_get_full_optimizer_state")
-    with engine.full_optimizer_state([name]) as states:
-        found = None if states[name] is None else states[name].get(optim_state_key)  # type: ignore[union-attr]
-        return found.clone() if isinstance(found, Tensor) else found
-
-
-def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """The gradient of the step, whole, between the backward on the boundary and the step; None where there is none."""
-    engine, name = _holder(param, "utils.safe_get_full_grad")
-    with engine.full_grads([name]) as grads:
-        return None if grads[name] is None else torch.clone(grads[name])  # type: ignore[arg-type]
-
-
-def _holder(param: Tensor, call: str) -> tuple[Engine, str]:
+def holder(param: Tensor, call: str) -> tuple[Engine, str]:
+    """The engine that holds ``param``, and its name there. UsageError, which names the ``call``, where none does."""
     holder = _holder_of(param)
     if holder is None:
         raise UsageError(

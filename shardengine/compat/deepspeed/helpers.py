@@ -1,4 +1,4 @@
-"""Small functions and classes of deepspeed's ops, utils, checkpoint.utils and accelerator. Must not know: engines."""
+"""Small functions and classes of deepspeed's utils and checkpoint.utils. Must not know: engines."""
 
 from __future__ import annotations
 
@@ -11,14 +11,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from shardengine.compat.deepspeed import processes
-from shardengine.errors import UsageError
-from shardengine.optim import Lion
-
-SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+from shardengine.errors import ConfigError, UsageError
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -27,38 +23,6 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     group.add_argument("--deepspeed", default=False, action="store_true", help="train with an engine")
     group.add_argument("--deepspeed_config", default=None, help="the engine's JSON config")
     return parser
-
-
-# Optimizers: what is stepped on shards is the arithmetic of torch's, on every device
-
-
-def DeepSpeedCPUAdam(
-    model_params: Any, lr: float = 1e-3, *, adamw_mode: bool = True, **options: Any
-) -> torch.optim.Optimizer:
-    """torch's AdamW, or Adam without ``adamw_mode``; ``offload_optimizer`` in the config says where it steps."""
-    return _adam(model_params, lr, options, decoupled=adamw_mode)
-
-
-def FusedAdam(
-    model_params: Any, lr: float = 1e-3, *, adam_w_mode: bool = True, **options: Any
-) -> torch.optim.Optimizer:
-    """torch's AdamW, or Adam without ``adam_w_mode``."""
-    return _adam(model_params, lr, options, decoupled=adam_w_mode)
-
-
-def _adam(parameters: Any, lr: float, options: dict[str, Any], *, decoupled: bool) -> torch.optim.Optimizer:
-    for name in ("fp32_optimizer_states", "set_grad_none"):
-        options.pop(name, None)
-    if not options.pop("bias_correction", True):
-        raise ValueError("Adam: expected bias_correction to be true, moments are always bias-corrected")
-    options = {"weight_decay": 0.0, **options}
-    return (torch.optim.AdamW if decoupled else torch.optim.Adam)(parameters, lr=lr, **options)
-
-
-def DeepSpeedCPULion(model_params: Any, lr: float = 1e-3, **options: Any) -> torch.optim.Optimizer:
-    """shardengine.lion.Lion."""
-    options.pop("fp32_optimizer_states", None)
-    return Lion(model_params, lr=lr, **options)
 
 
 # Data
@@ -135,6 +99,18 @@ class _Printing(logging.Handler):
 logger = _printing_logger()
 
 
+def set_log_level(level: Any) -> None:
+    """Of what is logged here and by the engine, as a config's ``log_level`` says. ConfigError for another word."""
+    if level is not None:
+        if str(level).upper() not in _LEVELS:
+            raise ConfigError(f"log_level: expected one of {', '.join(_LEVELS)}, got {level!r}")
+        for each in (logger, logging.getLogger("shardengine")):
+            each.setLevel(str(level).upper())
+
+
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+
 def log_dist(message: str, ranks: list[int] | None = None, level: int = logging.INFO) -> None:
     """Log ``message`` on these ranks; None, or -1 among them: on all."""
     rank = processes.get_rank()
@@ -154,16 +130,6 @@ def see_memory_usage(message: str, force: bool = False, ranks: list[int] | None 
 
 
 # Modules and tensors
-
-
-def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: list[type[nn.Module] | str]) -> list[nn.Module]:
-    """The modules of ``model`` of these classes, with the mark that frameworks look for. It has no effect: a module
-    of whose parts each rank uses others is gathered as one anyhow, and ``zero_optimization.units`` names more."""
-    names = {each if isinstance(each, str) else each.__name__ for each in leaf_module_classes}
-    found = [module for module in model.modules() if type(module).__name__ in names]
-    for module in found:
-        vars(module)["_z3_leaf"] = True
-    return found
 
 
 def constructor_as_it_is(function: Callable[..., Any], *_: Any) -> Callable[..., Any]:
@@ -210,57 +176,3 @@ def _clone(item: Any, device: Any, made: dict[Any, torch.Tensor]) -> Any:
     if isinstance(item, list | tuple):
         return type(item)(_clone(each, device, made) for each in item)
     return item
-
-
-class Accelerator:
-    """What deepspeed says about devices: CUDA's, or the CPU."""
-
-    def device_name(self, device_index: int | None = None) -> str:
-        """ "cuda", "cuda:0" or "cpu"."""
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-        return kind if device_index is None or kind == "cpu" else f"{kind}:{device_index}"
-
-    def current_device_name(self) -> str:
-        """Of the device that is current."""
-        return self.device_name(torch.cuda.current_device() if torch.cuda.is_available() else None)
-
-    def current_device(self) -> int | str:
-        """Its number; "cpu" without one."""
-        return torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
-
-    def device_count(self) -> int:
-        """How many this process sees."""
-        return torch.cuda.device_count()
-
-    def is_available(self) -> bool:
-        """Whether it can be computed on."""
-        return True
-
-    def set_device(self, device_index: int) -> None:
-        """Make a device current; nothing on a CPU."""
-        if torch.cuda.is_available():
-            torch.cuda.set_device(device_index)
-
-    def communication_backend_name(self) -> str:
-        """Of torch.distributed."""
-        return "nccl" if torch.cuda.is_available() else "gloo"
-
-    def manual_seed_all(self, seed: int) -> None:
-        """Seed the random numbers of every device that this process sees; on a CPU the default ones."""
-        if torch.cuda.is_available():
-            torch.cuda.manual_seed_all(seed)
-        else:
-            torch.manual_seed(seed)
-
-    def empty_cache(self) -> None:
-        """Give memory that is not used back to the device."""
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-
-
-_ACCELERATOR = Accelerator()
-
-
-def get_accelerator() -> Accelerator:
-    """The one of this process."""
-    return _ACCELERATOR

@@ -9,12 +9,29 @@ made from a configuration would have its random weights on rank 0 alone, in anot
 
 [Note: Ranks on a CPU] Without an accelerator accelerate knows no backend for DeepSpeed and takes every process for the
 only one, so that batches and ranks do not fit. gloo works there.
+
+[Note: Given optimizers] transformers drops ``Trainer(optimizers=...)`` under any DeepSpeed and makes its own, without a
+word.
+
+[Note: Saving on one rank] Trainer writes files on rank 0. Where that fails, the other ranks would wait in a barrier of
+torch, and say that a connection was closed.
+
+[Note: Rows of tokens] Under stage 3 peft takes the rows that trainable tokens begin with on rank 0, and sends them from
+GPU to GPU. A model that was loaded ordinarily has them on every rank, where it is: in host memory, as a rule.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
+from contextlib import nullcontext
 from typing import Any
+
+from shardengine.compat.deepspeed.facade import DeepSpeedEngine
+from shardengine.engine import telling_all
+
+_log = logging.getLogger(__name__)
 
 
 def load_ordinarily(loader: Any) -> None:
@@ -43,5 +60,49 @@ def know_ranks_on_cpus(state: Any) -> None:
         kind._prepare_backend = prepare
 
 
-CHANGES = {"accelerate.state": know_ranks_on_cpus, "transformers.modeling_utils": load_ordinarily}
+def speak_for_trainer(trainer: Any) -> None:
+    """transformers' module ``trainer`` says what it drops ([Note: Given optimizers]), and every rank says why a save of
+    rank 0 has failed ([Note: Saving on one rank])."""
+    begin, save = trainer.deepspeed_init, trainer.Trainer.save_model
+    if hasattr(begin, "__wrapped__"):
+        return
+
+    @functools.wraps(begin)
+    def deepspeed_init(own: Any, *args: Any, **kwargs: Any) -> Any:
+        given = [
+            name
+            for name in ("optimizer", "lr_scheduler")
+            if (found := getattr(own, name, None)) is not None and type(found).__module__.split(".")[0] != "accelerate"
+        ]
+        if given and own.is_world_process_zero():
+            _log.warning(
+                "Trainer(optimizers=...): transformers leaves out the %s that it was given where the engine is "
+                "DeepSpeed's, and makes its own from TrainingArguments or the config. Say it there (optim=, "
+                'learning_rate=, lr_scheduler_type=, or "optimizer" in the config), override create_optimizer, or take '
+                "shardengine.integrations.transformers.ShardTrainer, which keeps it",
+                " and the ".join(given),
+            )
+        return begin(own, *args, **kwargs)
+
+    @functools.wraps(save)
+    def save_model(own: Any, *args: Any, **kwargs: Any) -> None:
+        engine = getattr(own, "deepspeed", None)
+        is_open = isinstance(engine, DeepSpeedEngine) and engine.is_open
+        with telling_all(engine._live, "saving the model") if engine is not None and is_open else nullcontext():
+            save(own, *args, **kwargs)
+
+    trainer.deepspeed_init, trainer.Trainer.save_model = deepspeed_init, save_model
+
+
+def begin_with_own_rows(layer: Any) -> None:
+    """peft's module ``layer`` of trainable tokens takes its ordinary way ([Note: Rows of tokens])."""
+    vars(layer)["check_deepspeed_zero3_enabled"] = _no
+
+
+CHANGES = {
+    "accelerate.state": know_ranks_on_cpus,
+    "peft.tuners.trainable_tokens.layer": begin_with_own_rows,
+    "transformers.modeling_utils": load_ordinarily,
+    "transformers.trainer": speak_for_trainer,
+}
 """A module's name -> what changes it."""

@@ -8,15 +8,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.device_mesh
 
 from shardengine.comm import rendezvous
 
 OF_TORCH: dict[str, Any] = {
-    name: getattr(dist, name)
+    name: getattr(torch.distributed.device_mesh if name == "init_device_mesh" else dist, name)
     for name in (
         *("ReduceOp", "new_group", "get_global_rank", "is_available", "destroy_process_group"),
         *("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor"),
         *("gather", "scatter", "send", "recv", "isend", "irecv", "all_gather_object", "broadcast_object_list"),
+        *("all_to_all", "all_to_all_single", "reduce_scatter", "monitored_barrier", "get_backend"),
+        *("get_process_group_ranks", "init_device_mesh", "scatter_object_list", "gather_object"),
     )
 }
 """Names of deepspeed.comm that are torch.distributed's own functions; scripts call them, shardengine does not."""
@@ -27,6 +30,8 @@ def init_distributed(
     *_: Any,
     timeout: timedelta | None = None,
     init_method: str | None = None,
+    rank: int = -1,
+    world_size: int = -1,
     **__: Any,
 ) -> None:
     """The default process group, from the launcher's environment; nothing happens where there is one.
@@ -41,6 +46,7 @@ def init_distributed(
     given: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     if init_method is not None:  # which, unlike env://, says of no process which one it is
         given |= {"rank": int(os.environ.get("RANK", "0")), "world_size": int(os.environ.get("WORLD_SIZE", "1"))}
+    given |= {name: number for name, number in (("rank", rank), ("world_size", world_size)) if number >= 0}
     dist.init_process_group(backend, init_method=init_method, **given)
 
 
@@ -63,3 +69,57 @@ def barrier(group: Any = None, **_: Any) -> None:
     """Return when every process of ``group`` is here."""
     if dist.is_initialized():
         dist.barrier(group)
+
+
+def is_launched() -> bool:
+    """Whether a launcher started this process as one of several."""
+    return dist.is_initialized() or rendezvous.join()
+
+
+def get_world_group() -> Any:
+    """The group of all processes."""
+    return dist.group.WORLD
+
+
+def get_all_ranks_from_group(group: Any = None) -> list[int]:
+    """The processes of a group, by their numbers among all."""
+    return dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+
+
+def has_it() -> bool:
+    """torch has it."""
+    return True
+
+
+def log_summary(*_: Any, **__: Any) -> None:
+    """Nothing: ``engine.traffic()`` says what was sent."""
+
+
+def configure(*_: Any, **__: Any) -> None:
+    """Nothing, as ``log_summary``."""
+
+
+NAMES: dict[str, Any] = {
+    "init_distributed": init_distributed,
+    "comm.init_distributed": init_distributed,
+    "comm.is_initialized": dist.is_initialized,
+    "comm.get_rank": get_rank,
+    "comm.get_local_rank": get_local_rank,
+    "comm.get_world_size": get_world_size,
+    "comm.barrier": barrier,
+    "comm.get_world_group": get_world_group,
+    "comm.get_all_ranks_from_group": get_all_ranks_from_group,
+    "comm.log_summary": log_summary,
+    "comm.configure": configure,
+    "comm.inference_all_reduce": dist.all_reduce,
+    "comm.all_reduce_coalesced": dist.all_reduce_coalesced,
+    "comm.all_gather_coalesced": dist.all_gather_coalesced,
+    "comm.allgather_fn": dist.all_gather_into_tensor,
+    "comm.reduce_scatter_fn": dist.reduce_scatter_tensor,
+    **{
+        f"comm.has_{name}": has_it
+        for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce_coalesced")
+    },
+    **{f"comm.{name}": value for name, value in OF_TORCH.items()},
+}
+"""Dotted name → the object."""

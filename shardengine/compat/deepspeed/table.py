@@ -16,9 +16,25 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from shardengine.compat.deepspeed import checkpoints, facade, gathering, helpers, processes
+from shardengine.compat.deepspeed import (
+    accelerators,
+    checkpoints,
+    config_classes,
+    facade,
+    gathering,
+    helpers,
+    leaves,
+    monitors,
+    one_parameter,
+    optimizers,
+    phases,
+    processes,
+    schedules,
+    versions,
+    whole_files,
+)  # fmt: skip
 from shardengine.config import nearest
-from shardengine.errors import UsageError
+from shardengine.errors import ConfigError, UsageError
 from shardengine.version import __version__
 
 DEEPSPEED = "0.19.8"
@@ -31,8 +47,6 @@ _PIPELINE = "the model is not cut into pipeline stages; stage 3 trains what one 
 _EXPERTS = "every rank holds all experts of the model; stages 1 to 3 shard them like other weights"
 _INFERENCE = "there is no engine for inference: call generate() of the engine, or inside of zero.GatheredParameters"
 _BY_CONFIG = "take torch.optim.AdamW, Adam or SGD, or name one in the config's `optimizer`"
-_SCHEDULES = "name it in the config's `scheduler`, or give initialize a torch scheduler"
-_WRITING = "write inside of `with zero.GatheredParameters(parameters, modifier_rank=0):`"
 _RECOMPUTATION = "set `activation_checkpointing.enabled` in the config, or use torch.utils.checkpoint"
 
 REFUSED: dict[str, str] = {
@@ -42,16 +56,11 @@ REFUSED: dict[str, str] = {
     "init_inference": _INFERENCE,
     "InferenceEngine": _INFERENCE,
     "DeepSpeedHybridEngine": _INFERENCE,
-    "OnDevice": "make or load the model as usual: `initialize` shards it one flat buffer at a time",
-    "DeepSpeedConfig": "`shardengine.load_config(file)` reads and checks one",
-    "DeepSpeedConfigError": "catch shardengine.ConfigError",
     "pipe.PipelineModule": _PIPELINE,
     "pipe.LayerSpec": _PIPELINE,
     "moe.layer.MoE": _EXPERTS,
-    "moe.utils.split_params_into_different_moe_groups_for_optimizer": _EXPERTS,
     "ops.adagrad.DeepSpeedCPUAdagrad": f"Adagrad is not available; {_BY_CONFIG}",
     "ops.lamb.FusedLamb": f"it needs the norm of each full parameter; {_BY_CONFIG}",
-    **{f"runtime.lr_schedules.{name}": _SCHEDULES for name in helpers.SCHEDULES},
     "sequence.layer.DistributedAttention": _SEQUENCES,
     "sequence.cross_entropy.vocab_sequence_parallel_cross_entropy": _SEQUENCES,
     "runtime.utils.move_to_device": "call .to(device) on each tensor of the batch",
@@ -60,11 +69,13 @@ REFUSED: dict[str, str] = {
     "utils.groups._get_sequence_parallel_group": _SEQUENCES,
     "utils.groups._get_sequence_parallel_rank": _SEQUENCES,
     "utils.groups._get_sequence_parallel_world_size": _SEQUENCES,
-    "utils.safe_set_full_fp32_param": _WRITING,
-    "utils.safe_set_full_optimizer_state": "the engine's `full_optimizer_state(writable=True)` takes what is written",
-    "utils.safe_set_full_grad": "the engine's `full_grads(writable=True)` takes what is written",
     "utils.zero_to_fp32.get_model_state_file": "`shardengine export` writes whole weights",
     "utils.zero_to_fp32.get_optim_files": "`shardengine export` writes whole weights",
+    "runtime.pipe.module.PipelineModule": _PIPELINE,
+    "checkpoint.ds_to_universal.main": "a checkpoint loads at any stage and number of ranks as it is",
+    "checkpoint.utils.get_model_ckpt_name_for_rank": (
+        "a checkpoint has no file of torch.save: utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint reads it"
+    ),
     "checkpointing.checkpoint": _RECOMPUTATION,
     "checkpointing.configure": _RECOMPUTATION,
 }
@@ -89,23 +100,32 @@ def _refusing(name: str, reason: str) -> type:
 PROVIDED: dict[str, Any] = {
     "initialize": facade.initialize,
     "DeepSpeedEngine": facade.DeepSpeedEngine,
+    "DeepSpeedConfigError": ConfigError,
+    "runtime.config.DeepSpeedConfigError": ConfigError,
     "runtime.engine.DeepSpeedEngine": facade.DeepSpeedEngine,
     "runtime.base_optimizer.DeepSpeedOptimizer": facade.DeepSpeedOptimizer,
-    "runtime.lr_schedules.VALID_LR_SCHEDULES": list(helpers.SCHEDULES),
-    "init_distributed": processes.init_distributed,
+    "runtime.base_optimizer.ZeROOptimizer": facade.ZeROOptimizer,
     "add_config_arguments": helpers.add_config_arguments,
-    "get_accelerator": helpers.get_accelerator,
-    "comm.init_distributed": processes.init_distributed,
-    "comm.is_initialized": dist.is_initialized,
-    "comm.get_rank": processes.get_rank,
-    "comm.get_local_rank": processes.get_local_rank,
-    "comm.get_world_size": processes.get_world_size,
-    "comm.barrier": processes.barrier,
-    **{f"comm.{name}": value for name, value in processes.OF_TORCH.items()},
+    **accelerators.NAMES,
+    **config_classes.NAMES,
+    **leaves.NAMES,
+    **monitors.NAMES,
+    **{
+        f"__version_{part}__": int(n) for part, n in zip(("major", "minor", "patch"), DEEPSPEED.split("."), strict=True)
+    },
+    **one_parameter.NAMES,
+    **optimizers.NAMES,
+    **phases.NAMES,
+    **processes.NAMES,
+    **schedules.NAMES,
+    **versions.NAMES,
+    **whole_files.NAMES,
     "zero.Init": gathering.Init,
     "zero.GatheredParameters": gathering.GatheredParameters,
     "zero.register_external_parameter": gathering.register_external_parameter,
     "zero.unregister_external_parameter": gathering.register_external_parameter,
+    "runtime.zero.unwrap_model_for_generation": gathering.unwrap_model_for_generation,
+    "runtime.zero.ZeroParamStatus": gathering.ZeroParamStatus,
     "runtime.zero.Init": gathering.Init,
     "runtime.zero.GatheredParameters": gathering.GatheredParameters,
     "runtime.zero.partition_parameters.Init": gathering.Init,
@@ -113,7 +133,6 @@ PROVIDED: dict[str, Any] = {
     "runtime.zero.partition_parameters.ZeroParamStatus": gathering.ZeroParamStatus,
     "runtime.zero.partition_parameters.zero_wrapper_for_fp_tensor_constructor": helpers.constructor_as_it_is,
     "runtime.zero.partition_parameters._orig_torch_arange": torch.arange,
-    "runtime.zero.partition_parameters.get_accelerator": helpers.get_accelerator,
     "utils.logger": helpers.logger,
     "utils.logging.logger": helpers.logger,
     "utils.is_initialized": dist.is_initialized,
@@ -122,20 +141,11 @@ PROVIDED: dict[str, Any] = {
     "utils.RepeatingLoader": helpers.RepeatingLoader,
     "runtime.dataloader.RepeatingLoader": helpers.RepeatingLoader,
     "runtime.utils.see_memory_usage": helpers.see_memory_usage,
-    "utils.set_z3_leaf_modules": helpers.set_z3_leaf_modules,
-    "utils.safe_get_full_fp32_param": gathering.safe_get_full_fp32_param,
-    "utils.safe_get_full_grad": gathering.safe_get_full_grad,
-    "utils.safe_get_full_optimizer_state": gathering.safe_get_full_optimizer_state,
     "utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint": checkpoints.get_fp32_state_dict_from_zero_checkpoint,
     "utils.zero_to_fp32.load_state_dict_from_zero_checkpoint": checkpoints.load_state_dict_from_zero_checkpoint,
     "checkpoint.utils.clone_tensors_for_torch_save": helpers.clone_tensors_for_torch_save,
     "compression.helper.recursive_getattr": helpers.recursive_getattr,
     "compression.helper.recursive_setattr": helpers.recursive_setattr,
-    "ops.adam.DeepSpeedCPUAdam": helpers.DeepSpeedCPUAdam,
-    "ops.adam.FusedAdam": helpers.FusedAdam,
-    "ops.lion.DeepSpeedCPULion": helpers.DeepSpeedCPULion,
-    "ops.lion.FusedLion": helpers.DeepSpeedCPULion,
-    "accelerator.get_accelerator": helpers.get_accelerator,
     "launcher.runner.DEEPSPEED_ENVIRONMENT_NAME": ".deepspeed_env",
     **{name: _refusing(name, reason) for name, reason in REFUSED.items()},
 }

@@ -11,7 +11,12 @@ import importlib.util
 import os
 import sys
 
-_CHANGED = ("accelerate.state", "transformers.modeling_utils")
+_CHANGED = (
+    "accelerate.state",
+    "peft.tuners.trainable_tokens.layer",
+    "transformers.modeling_utils",
+    "transformers.trainer",
+)
 
 
 class _Later(importlib.metadata.DistributionFinder):

@@ -1,0 +1,134 @@
+"""deepspeed.monitor: where a script writes numbers of its own, ``write_events([(name, value, step), …])``, on rank 0.
+
+Owns: files of CSV and event files, by DeepSpeed's names of them. Must not know: engines, which have monitors of theirs.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from shardengine.compat.deepspeed import processes
+from shardengine.engine import summary_writer
+from shardengine.errors import UsageError
+
+_Events = Iterable[tuple[str, Any, int]]
+
+
+class _Monitor:
+    folder = ""
+    """Below the home directory, where ``output_path`` is empty."""
+
+    def __init__(self, config: Any) -> None:
+        """config: a section, as ``DeepSpeedConfig(…).monitor_config`` has them; its values are attributes."""
+        vars(self).update(vars(config))
+        self.enabled: bool = config.enabled
+        if self.enabled:
+            self._begin()
+
+    def _begin(self) -> None:
+        """It will write."""
+
+    @property
+    def _directory(self) -> Path:
+        given = vars(self)["output_path"]
+        return Path(given or Path.home() / self.folder, vars(self)["job_name"])
+
+    def write_events(self, event_list: _Events) -> None:
+        """Write these numbers; nothing where it is not enabled, and on ranks other than 0."""
+        if self.enabled and processes.get_rank() == 0:
+            for name, value, step in event_list:
+                self._write(name, float(value), int(step))
+
+    def _write(self, name: str, value: float, step: int) -> None:
+        raise NotImplementedError
+
+
+class csvMonitor(_Monitor):
+    """A file for each name, "Train/Loss" in ``Train_Loss.csv``."""
+
+    folder = "csv_monitor"
+
+    def _write(self, name: str, value: float, step: int) -> None:
+        path = self._directory / f"{name.replace('/', '_')}.csv"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", newline="", encoding="utf-8") as file:
+            rows = csv.writer(file, lineterminator="\n")
+            if not file.tell():
+                rows.writerow(["step", name.rpartition("/")[2]])
+            rows.writerow([step, value])
+
+
+class TensorBoardMonitor(_Monitor):
+    """Scalars in event files, by torch.utils.tensorboard."""
+
+    folder = "tensorboard"
+
+    def _begin(self) -> None:
+        if processes.get_rank() == 0:
+            self._writer = summary_writer(self._directory)
+
+    def write_events(self, event_list: _Events, flush: bool = True) -> None:
+        """As every monitor. flush: at once to the file."""
+        super().write_events(event_list)
+        if flush:
+            self.flush()
+
+    def flush(self) -> None:
+        """What was written is in the file."""
+        if self.enabled and processes.get_rank() == 0:
+            self._writer.flush()
+
+    def _write(self, name: str, value: float, step: int) -> None:
+        self._writer.add_scalar(name, value, step)
+
+
+class _Service(_Monitor):
+    def _begin(self) -> None:
+        raise UsageError(
+            f"{type(self).__name__}: expected enabled false: the package of that service is not called from here; "
+            "call it in the script, on rank 0"
+        )
+
+
+class WandbMonitor(_Service):
+    """Not enabled, or refused."""
+
+
+class CometMonitor(_Service):
+    """Not enabled, or refused."""
+
+
+_KINDS: dict[str, type[_Monitor]] = {
+    "tensorboard": TensorBoardMonitor,
+    "csv_monitor": csvMonitor,
+    "wandb": WandbMonitor,
+    "comet": CometMonitor,
+}
+
+
+class MonitorMaster:
+    """All that a config enables."""
+
+    def __init__(self, monitor_config: Any) -> None:
+        """monitor_config: a ``DeepSpeedMonitorConfig``."""
+        self.enabled: bool = monitor_config.enabled
+        self._open = [kind(section) for name, kind in _KINDS.items() if (section := vars(monitor_config)[name]).enabled]
+
+    def write_events(self, event_list: _Events) -> None:
+        """Each writes these numbers."""
+        events = list(event_list)
+        for each in self._open:
+            each.write_events(events)
+
+
+NAMES: dict[str, Any] = {
+    "monitor.monitor.MonitorMaster": MonitorMaster,
+    "monitor.csv_monitor.csvMonitor": csvMonitor,
+    "monitor.tensorboard.TensorBoardMonitor": TensorBoardMonitor,
+    "monitor.wandb.WandbMonitor": WandbMonitor,
+    "monitor.comet.CometMonitor": CometMonitor,
+}
+"""Dotted name → the object."""

@@ -1,0 +1,176 @@
+"""What of the weights the user's code has written since the ranks agreed last, and whether all have written the same.
+
+Must not know: where weights rest, who finds what was written.
+
+[Note: The same writes] Each rank keeps what it wrote, its own slice of it where weights are sharded. So ranks must
+write the same, or their weights drift apart, and at stage 3 one parameter is put together from different ones. Of what
+is written a digest is kept, by name. It is a part of what ranks compare in the step's message anyway: nothing more is
+sent where nothing was written, and where all have written the same.
+
+Some ranks may not have written a parameter, such as an expert that they did not run. Then ranks compare the weights
+that they keep: a clamp that changes nothing is no difference. The digest of a tensor is the sum of those of its slices.
+
+Writes that nothing announces (``parameter.data.mul_(…)``) are found by a comparison of what a rank keeps, so by the
+rank that keeps it. The others hear of it the same way, and from then on every rank takes the parameter for written.
+The comparison reads all weights, and on a GPU the host waits. So it is done in windows 1, 2, 4, 8 and so on, and in
+every 1,024th.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardengine.errors import MismatchError
+
+_log = logging.getLogger(__name__)
+_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ODD = 0x5851F42D4C957F2D
+"""Spreads the number of a place over 64 bits."""
+_AT_ONCE = 1 << 20
+"""Elements of which a digest has 64-bit copies at the same time."""
+_AT_LEAST_EVERY = 1024
+"""Windows after which everything is compared again."""
+Kept = list[tuple[int, int, int]]
+"""Of one parameter: of each part that a rank keeps its first element, its end and its digest."""
+
+
+class Writes:
+    """Of one rank. watched: names of parameters that are written in ways that nothing announces, the same on all ranks
+    · found: those of them that this rank alone knows of so far · windows: that have begun."""
+
+    def __init__(self) -> None:
+        self.watched: set[str] = set()
+        self.found: set[str] = set()
+        self.windows = 1
+        self._looks = True
+        self._digests: dict[str, Tensor] = {}
+        self._last: dict[str, Tensor] = {}
+        self._kept: Callable[[str], Kept] = lambda name: []
+
+    def ask(self, kept: Callable[[str], Kept]) -> None:
+        """From now on ``kept`` gives what this rank keeps of a parameter, by its name."""
+        self._kept = kept
+
+    @property
+    def compares(self) -> bool:
+        """Whether everything is compared in this window."""
+        rare = self.windows & (self.windows - 1) == 0 or self.windows % _AT_LEAST_EVERY == 0
+        return rare and self._looks
+
+    def compare_nothing(self) -> None:
+        """Compare in no window. For a dry run, which has no values and studies a window like most."""
+        self._looks = False
+
+    def note(self, name: str, values: Tensor) -> None:
+        """The parameter was written: it is ``values`` now."""
+        self._digests[name] = self._last[name] = digest(values)
+
+    def note_found(self, names: Iterable[str]) -> None:
+        """These were written in ways that nothing announces."""
+        new = set(names) - self.watched - self.found
+        self.found |= new
+        if new and self.windows > 2:
+            _log.warning(_FOUND_LATE, self.windows, ", ".join(sorted(new)[:4]), len(new))
+
+    def knows(self, name: str, values: Tensor) -> bool:
+        """Whether it was noted last with these ``values``; the host waits for the device."""
+        return name in self._last and torch.equal(self._last[name], digest(values))
+
+    @property
+    def text(self) -> str:
+        """What must be the same on every rank."""
+        return repr((self._told(), sorted(self.found))) if self._digests or self.found else ""
+
+    def _told(self) -> dict[str, list[int]]:
+        names = sorted(self._digests)
+        rows = torch.stack([self._digests[name] for name in names]).tolist() if names else []
+        return dict(zip(names, rows, strict=True))
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Rank 0's values of these parameters are everybody's now, whoever wrote them."""
+        for name in names:
+            self._digests.pop(name, None)
+
+    def end_window(self) -> None:
+        """The next window begins."""
+        self.windows += 1
+
+    def agreed(self) -> None:
+        """All ranks have written the same."""
+        self._digests.clear()
+        self.watched |= self.found
+        self.found.clear()
+
+    def settle(self, rank: int, exchange: Callable[[Any, str], list[Any]]) -> None:
+        """Some ranks say something else: all hear what was found, and ``MismatchError`` names what is not the same;
+        collective."""
+        rows = exchange([self._told(), sorted(self.found)], "which weights were written")
+        for _, found in rows:
+            self.found |= set(found)
+        self.agreed()
+        uneven: dict[str, list[list[int] | None]] = {}
+        for name in sorted({name for told, _ in rows for name in told}):
+            digests = [told.get(name) for told, _ in rows]
+            written = [each for each in digests if each is not None]
+            if any(each != written[0] for each in written):
+                raise MismatchError(_told_of(name, rank, digests))
+            if len(written) < len(digests):
+                uneven[name] = digests
+        kept = exchange([self._kept(name) for name in uneven], "what is kept of written weights") if uneven else []
+        for (name, digests), parts in zip(uneven.items(), zip(*kept, strict=True), strict=True):
+            if [_joined(parts)] not in digests:
+                raise MismatchError(_told_of(name, rank, digests))
+
+
+def _joined(parts: Sequence[Kept]) -> int | None:
+    """The digest of the whole of which ranks keep ``parts``; None where two keep other values of one part."""
+    found: dict[tuple[int, int], int] = {}
+    for part in parts:
+        for first, end, number in part:
+            if found.setdefault((first, end), number) != number:
+                return None
+    return (sum(found.values()) + 2**63) % 2**64 - 2**63
+
+
+def digest(values: Tensor, first: int = 0) -> Tensor:
+    """A number of the bits of ``values``, int64 [1], where they are: their sum, each times an odd number of its place
+    in memory, modulo 2^64. So the same values in another order have another digest, and so has every change of a single
+    one. first: the place of the first one, in a part of a tensor."""
+    order = sorted(range(values.dim()), key=values.stride, reverse=True)
+    flat = values.detach().permute(order).reshape(-1).contiguous()
+    size = flat.element_size()
+    flat = flat.view(_OF_SIZE.get(size, torch.int64))
+    before = first * max(1, size // 8)
+    total = torch.zeros(1, dtype=torch.int64, device=flat.device)
+    for start in range(0, len(flat), _AT_ONCE):
+        bits = flat[start : start + _AT_ONCE]
+        places = torch.arange(before + start, before + start + len(bits), device=bits.device)
+        total += (places.mul_(_ODD).bitwise_or_(1) * bits).sum()
+    return total
+
+
+_FOUND_LATE = (
+    "step %d since initialize: %s (%d in all) were written through parameter.data, which torch does not count. They "
+    "are kept from now on. Weights are looked at in steps 1, 2, 4, 8 and so on, so what was written like this since "
+    "the last of them may be lost: write under torch.no_grad(), without .data"
+)
+
+
+def _told_of(name: str, rank: int, digests: list[list[int] | None]) -> str:
+    wrote = [number for number, each in enumerate(digests) if each is not None]
+    if len(wrote) < len(digests):
+        how = f"ranks {wrote} of {len(digests)} have written it, the others have not, and have other values"
+    else:
+        how = f"ranks {[n for n in wrote if digests[n] != digests[0]]} have written other values than rank 0"
+    return (
+        f"parameter {name!r} was written by the model or the loop, not the same on every rank (this is rank {rank}): "
+        f"{how}, so weights would drift apart. Expected the same write on every rank: average what it is computed from "
+        "over the ranks first (torch.distributed.all_reduce), or keep it in a buffer; what only some ranks run (an "
+        "expert) is written between two passes, on every rank. The weights of the ranks differ already: write them "
+        "anew on every rank, or load a checkpoint"
+    )

@@ -1,0 +1,34 @@
+"""What is printed while a run lasts."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shardengine.app import report
+from shardengine.app.report import Progress, Report
+
+
+def test_the_time_that_is_left_follows_from_steps_and_not_from_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """100 s of start, a first step of 10 s, then 2 s each, and 1 s for what lies between steps."""
+    now = [0.0]
+    monkeypatch.setattr("shardengine.app.report.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(report, "peak_bytes", lambda engine: 1)
+    settings: Any = SimpleNamespace(output=tmp_path)
+    engine: Any = SimpleNamespace(get_global_grad_norm=lambda: 1.0, get_loss_scale=lambda: 1, skipped_steps=0)
+    out = Report(settings, steps=11, every=1, enabled=True)
+    now[0] = 100.0
+    for step in range(1, 11):
+        seconds = 10.0 if step == 1 else 2.0
+        now[0] += seconds
+        out.step(engine, Progress(step=step, loss=1.0, seconds=seconds, tokens=8))
+        now[0] += 1.0
+    left = [line.split("eta ")[1] for line in capsys.readouterr().out.splitlines() if re.match("step +[0-9]+/", line)]
+    assert left[0] == report.duration(100.0)
+    assert left[1:] == [report.duration(3.0 * (11 - step)) for step in range(2, 11)]
