@@ -3,13 +3,13 @@
 #   VENV    where the virtual environment lives; `make demo VENV=` uses the interpreter that is there and installs nothing
 #   PYTHON  the interpreter (default: the first python3 on the path that is new enough)
 #   ARGS    passed on to the command, for example: make demo ARGS="--steps 20 --ranks 1"
-#   CONFIG  the config of the demo
+#   CONFIG  the config of the demo: a file, or the name of one in configs/
 #   PART    of `make gpu`: 1, 2 or 3, else all in turn; FRESH=1 runs again what is done
 #   ALL     `make test` runs the quick tests, `make test ALL=1` every test function, with a spread of its cases where these
 #           are long, `make test EVERY=1` every case (tests/support/tiers.py says which are which)
 
 VENV   ?= .venv
-CONFIG ?= configs/zero2.json
+CONFIG ?= demo
 ARGS   ?=
 NEWER   = import sys; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \

@@ -33,7 +33,7 @@ from shardengine.comm import mesh
 
 BASE = "fp32"
 OPTIMIZER = {"betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
-"""Of the files in ``configs/``."""
+"""Of ``configs/demo.json``."""
 VALIDATIONS = 4
 """In a run, beside the one before its first step."""
 

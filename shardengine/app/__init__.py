@@ -2,6 +2,7 @@
 
 cli          arguments of the command line, and what is called
 command      train, the parent: checks everything, builds the default model, starts the ranks with torchrun
+init         init: writes a config that fits, with the commands to run it
 planning     plan: what a run needs, printed and drawn; the plan that train makes of itself
 dry_run      train --dry-run
 loop         one rank: the training loop, to be read as an example of the library
@@ -22,6 +23,7 @@ stopping     Ctrl-C, SIGTERM and failures: between the parent and its ranks
 environment  env: what a bug report needs
 script       run: a script that was written for DeepSpeed
 settings     what train was asked for             rank_sums  sums of a few numbers over ranks
+sources      where a config is from: a file or a recipe by name, and --set and --lr
 export, convert, inspect_checkpoint               the commands of these names (convert: import)
 merging      adapters of a checkpoint merged into their base model
 """

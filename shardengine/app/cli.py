@@ -1,4 +1,4 @@
-"""The command line: `shardengine train | run | plan | export | import | inspect | env | config`.
+"""The command line: `shardengine init | train | run | plan | export | import | inspect | env | config`.
 
 Owns: options, help, exit codes. Must not know: what the commands do; each is imported when it is used, so that help and
 a wrong option answer at once.
@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from shardengine import __version__
+from shardengine.app import sources
 from shardengine.config import json_schema, load_config, provisional
 from shardengine.errors import CheckpointError, ConfigError, UsageError
 
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run(options)  # what a script raises is its own
     commands: dict[str, Callable[[argparse.Namespace], int]] = {
         "train": _train, "export": _export, "inspect": _inspect, "env": _env, "import": _import, "config": _config,
-        "plan": _plan,
+        "plan": _plan, "init": _init,
     }  # fmt: skip
     try:
         code = commands[options.command](options)
@@ -59,25 +60,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train(options: argparse.Namespace) -> int:
-    if options.config is not None and not _is_fine(options.config, "train"):
+    if options.config is not None and not _is_fine(options, "train"):
         return 2
     from shardengine.app import command
 
     return command.run(options)
 
 
-def _is_fine(config: str, command: str) -> bool:
+def _is_fine(options: argparse.Namespace, command: str) -> bool:
     """Whether the file can be read and has no errors, which are printed: before torch is imported, and by one process
     of those that a launcher has started on this machine."""
     try:
-        load_config(config, provisional(config))
-    except ConfigError as error:
+        source = _source(options, options.config)
+        load_config(source, provisional(source))
+    except (ConfigError, UsageError) as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"shardengine {command}: {error}", file=sys.stderr)
         else:
             time.sleep(OTHERS_WAIT_S)  # a launcher ends all processes when the first ends
         return False
     return True
+
+
+def _source(options: argparse.Namespace, config: str) -> sources.Source:
+    return sources.changed(sources.find(config), sources.changes_of(options.set, getattr(options, "lr", None)))
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -100,6 +106,12 @@ def _plan(options: argparse.Namespace) -> int:
     from shardengine.app import planning
 
     return planning.run(options)
+
+
+def _init(options: argparse.Namespace) -> int:
+    from shardengine.app import init
+
+    return init.run(options)
 
 
 def _import(options: argparse.Namespace) -> int:
@@ -133,7 +145,7 @@ def _config(options: argparse.Namespace) -> int:
         return 0
     if options.file is None:
         raise UsageError("expected a config file, or --schema")
-    config = load_config(options.file)
+    config = load_config(_source(options, options.file))
     if options.ranks is not None:
         config = config.resolve_batch(options.ranks)
     values = config.resolved() if options.resolved else [row for row in config.resolved() if row[2] != "default"]
@@ -153,6 +165,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"shardengine {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
 
+    _add_init(commands)
     _add_train(commands)
     _add_run(commands)
     _add_plan(commands)
@@ -162,13 +175,30 @@ def _parser() -> argparse.ArgumentParser:
     env.add_argument("--ranks", type=_positive, metavar="N", help="start N ranks here and measure how fast they talk")
 
     config = commands.add_parser("config", help="check a config file and show what it sets")
-    config.add_argument("file", nargs="?", metavar="FILE", help="JSON config")
+    config.add_argument("file", nargs="?", metavar="FILE|NAME", help="JSON config, or the name of a recipe")
+    _add_changes(config)
     what = config.add_mutually_exclusive_group()
     what.add_argument("--resolved", action="store_true", help="every value with its source, defaults too")
     what.add_argument("--schema", action="store_true", help="JSON Schema of the config")
     config.add_argument("--ranks", metavar="N", type=_positive, help="also work out the batch sizes for N ranks")
     _add_import(commands)
     return parser
+
+
+def _add_init(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser(
+        "init",
+        help="write a config that fits your GPUs, with the commands to run it",
+        description="Choose by plan the fastest config that fits, and write it with remarks. What no option says is "
+        "asked at the terminal. Exits with 0 where a config is written, 1 where nothing fits.",
+    )
+    command.add_argument("--model", metavar="DIR|NAME", help="a folder with a config.json, or a name on the Hub")
+    command.add_argument("--gpus", metavar="NxSIZE", help="number and memory of each: 4x24GB (default: those here)")
+    command.add_argument("--method", choices=("full", "lora"), help="train all weights, or LoRA adapters")
+    command.add_argument("--length", metavar="N", type=_positive, help="tokens of a sample")
+    command.add_argument("--host-memory", metavar="SIZE", help="of the machine: 128GB; more may fit with it")
+    command.add_argument("--nvme", metavar="SIZE", help="of a disk for states: 1TB; more may fit with it")
+    command.add_argument("--output", metavar="FILE", help="a new file (default: METHOD-GPUS.json)")
 
 
 def _add_import(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -243,7 +273,8 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     command.add_argument("--tflops", metavar="N", help="of a GPU in bf16 and fp16: 312, or 312,fp32=19.5")
     command.add_argument("--gpu-memory-speed", metavar="SPEED", help="of a GPU: 2TB/s")
     command.add_argument("--node", metavar="N", type=_positive, help="ranks of a node (default: all)")
-    command.add_argument("--config", metavar="FILE", required=True, help="JSON config, as for train")
+    command.add_argument("--config", metavar="FILE|NAME", required=True, help="JSON config, as for train")
+    _add_changes(command, lr=True)
     command.add_argument("--length", metavar="N", type=_positive, help="tokens of a sample (default: 512)")
     command.add_argument(
         "--micro-batch", metavar="N", type=_positive, help="samples per rank, in place of the config's"
@@ -256,6 +287,13 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     command.add_argument("--write", metavar="FILE", help="choose, and write the fastest config that fits (JSON)")
     command.add_argument("--lora", metavar="KEYS", help="LoRA adapters, as for train")
+    command.add_argument(
+        "--script",
+        action="store_true",
+        help="plan a script that calls from_pretrained and initialize: the model is whole in the host's memory first, "
+        "in the dtype of its files (default: what train does, which reads weights in slices and trains them in fp32, "
+        "or in the config's bf16 or fp16)",
+    )
     command.add_argument("--json", action="store_true", help="print JSON")
     command.add_argument("--plot", metavar="FILE", help="draw what is alive over a step (PNG, SVG)")
 
@@ -270,15 +308,26 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "ranks that are started again resume from the last checkpoint of --save-every.",
     )
     train.add_argument(
-        "--config", metavar="FILE", help="JSON config, for example configs/zero2.json (needed unless --resume is given)"
+        "--config",
+        metavar="FILE|NAME",
+        help="JSON config, or the name of a recipe, as demo or lora-4x24 (needed unless --resume is given); "
+        "`shardengine init` writes one",
     )
+    _add_changes(train, lr=True)
     train.add_argument(
         "--model", metavar="DIR_OR_ID", help="Hugging Face directory or name (default: a small GPT-2, random weights)"
     )
     _add_model(train)
     _add_data(train)
     train.add_argument("--ranks", metavar="N", type=_positive, help="processes (default: number of GPUs, else 2)")
-    train.add_argument("--steps", metavar="N", type=_positive, help="optimizer steps (default: 200)")
+    duration = train.add_mutually_exclusive_group()
+    duration.add_argument("--steps", metavar="N", type=_positive, help="optimizer steps (default: 200)")
+    duration.add_argument(
+        "--epochs",
+        metavar="N",
+        type=_above_zero,
+        help="so often all of --data is read, in place of --steps: 3, or 0.5",
+    )
     _add_checkpoints(train)
     train.add_argument(
         "--trace",
@@ -300,6 +349,20 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     train.add_argument(
         "--model-cache", metavar="DIR", help="where the default model is kept (default: ~/.cache/shardengine)"
     )
+
+
+def _add_changes(command: argparse.ArgumentParser, *, lr: bool = False) -> None:
+    command.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        help="a key of the config and its value, in place of the file's: --set zero_optimization.stage=3; a value is "
+        "JSON, or a text; may be repeated",
+    )
+    if lr:
+        command.add_argument(
+            "--lr", metavar="RATE", type=_above_zero, help="learning rate, as --set optimizer.params.lr=RATE"
+        )
 
 
 def _add_model(train: argparse.ArgumentParser) -> None:
@@ -483,6 +546,16 @@ def _at_least_zero(text: str) -> int:
 
 def _at_least_two(text: str) -> int:
     return _positive(text, 2)  # one token predicts nothing
+
+
+def _above_zero(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number > 0, got {text!r}")
+    return value
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from types import FrameType
 
 import torch.distributed as dist
 
-from shardengine.app import adapters, corpus, job, resume, stopping
+from shardengine.app import adapters, corpus, job, resume, sources, stopping
 from shardengine.app.rank_sums import RankSums
 from shardengine.app.restarts import Decision, Restarts, death
 from shardengine.app.settings import (
@@ -98,7 +98,7 @@ def _run_inside(options: argparse.Namespace, settings: Settings) -> int:
     """This process is a rank: where the run is, and whether it goes on, is settled among the ranks."""
     started_by_us = stopping.CONTROL in os.environ
     owns_group = not dist.is_initialized()
-    said = load_or_default(settings.config)  # the batch sizes are worked out later: see job, [Note: The same job]
+    said = load_or_default(settings.source)  # the batch sizes are worked out later: see job, [Note: The same job]
     rank_sums = RankSums(mesh.build(timeout_s=said.timeout_s))
     try:
         settings = job.settle(options, settings, rank_sums, reserved=started_by_us)
@@ -144,10 +144,10 @@ def _check_restarts(options: argparse.Namespace, settings: Settings, inside: boo
 def _settings(options: argparse.Namespace) -> Settings:
     """What a new run is asked to do. ``output`` is only the wish: it is not made yet."""
     if options.config is None:
-        raise UsageError("expected --config FILE (for example configs/zero2.json), or --resume DIR")
+        raise UsageError("expected --config FILE, or the name of a recipe (for example --config demo), or --resume DIR")
     steps = options.steps or DEFAULT_STEPS
     return Settings(
-        config=Path(options.config),
+        config=sources.find(options.config),
         model=options.model,
         data=options.data or BUILTIN,
         steps=steps,
@@ -163,6 +163,8 @@ def _settings(options: argparse.Namespace) -> Settings:
         validate_every=options.eval_every or 0,
         packing=options.packing,
         too_long=options.too_long or TRUNCATE,
+        changes=sources.changes_of(options.set, options.lr),
+        epochs=options.epochs,
     )
 
 
@@ -242,7 +244,7 @@ def _torchrun(settings: Settings, ranks: int, control: Path, name: str) -> RankF
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # it would print every failure again
-    launched = ["train", "--data", settings.data, "--steps", settings.steps, "--length", settings.length]
+    launched = ["train", "--data", settings.data, *settings.duration, "--length", settings.length]
     launched += ["--model-cache", settings.model_cache]
     launched += ["--model", settings.model] if settings.model is not None else []
     launched += ["--save-every", settings.save_every] if settings.save_every else []

@@ -30,7 +30,8 @@ def run(settings: Settings, ranks: int) -> int:
     except automatic.NothingFits as error:
         print(error)
         return 1
-    found = plan(model.train(), config, where, batch=planning.first_batch(config, blocks, ranks))
+    batch = planning.first_batch(config, blocks, ranks)
+    found = plan(model.train(), config, where, batch=batch, in_slices=not loop.is_quantised(model.config))
     for notice in (*config.notices, *told):
         print(f"note: {notice}")
     print(planning.text_of(found))

@@ -64,7 +64,9 @@ def settle(options: argparse.Namespace, settings: Settings, rank_sums: RankSums,
         if found["resume"] is None:
             place["first_ranks"] = resume.first_ranks(place["output"])
         else:  # the config may have been edited meanwhile: the run keeps its own
-            earlier = resume.read(found["output"]).settings(argparse.Namespace(**{**vars(options), "config": None}))
+            earlier = resume.read(found["output"]).settings(
+                argparse.Namespace(**{**vars(options), "config": None, "set": None, "lr": None})
+            )
             settings = dataclasses.replace(earlier, trace=settings.trace, job=settings.job, plan=settings.plan)
     return dataclasses.replace(settings, **place)
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from shardengine.app.settings import APART, FROM_CONFIG, Settings
 from shardengine.app.stopping import StopRequest
 from shardengine.config import Config
 from shardengine.errors import UsageError
+from shardengine.loading import NotInSlices
 
 SAMPLE_TOKENS = 48
 _VALIDATIONS = 10
@@ -40,11 +42,11 @@ def train(settings: Settings, config: Config, rank_sums: RankSums) -> bool:
     that cannot be used.
     """
     stop = StopRequest()
-    out = Report(settings, steps=settings.steps, every=config.steps_per_print, enabled=rank_sums.rank == 0)
-
     tokenizer, model = load_model(settings, config.seed)
     blocks = load_data(settings, tokenizer, model)
     config = planning.decided(settings, config, model, blocks, rank_sums.mesh)
+    settings = settings.with_steps(len(blocks.training), config.train_batch_size or 1)
+    out = Report(settings, steps=settings.steps, every=config.steps_per_print, enabled=rank_sums.rank == 0)
     plan = planning.of_run(settings, config, model, blocks, rank_sums)  # on rank 0, of what this run needs of memory
 
     engine = shardengine.initialize(
@@ -152,40 +154,63 @@ def sample(engine: shardengine.Engine, prompt: torch.Tensor, length: int, tokeni
 def load_model(settings: Settings, seed: int, *, values: bool = True) -> tuple[Any, Any]:
     """(tokenizer, causal LM in fp32) from a Hugging Face directory or name; the default one was built by the parent.
 
-    Its weights, and adapters on it, are as the settings say; random ones come from ``seed``. values: False for a model
-    on torch's meta device, of which only the config is read, unless its files are quantised.
+    Its weights, and adapters on it, are as the settings say; random ones come from ``seed``. The model has no memory:
+    ``initialize`` gives each rank its part, in the dtype that the config of the run says. Quantised weights, and files
+    that are no safetensors, cannot be read in parts: such a model is whole on every rank. values: False for a model on
+    torch's meta device, of which only the config is read, unless its files are quantised.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     name = settings.model or str(corpus.default_model(settings.model_cache))
     tokenizer = AutoTokenizer.from_pretrained(name)
-    torch.manual_seed(seed)
     config = AutoConfig.from_pretrained(name)
-    values |= getattr(config, "quantization_config", None) is not None and settings.init != FROM_CONFIG
-    with nullcontext() if values else torch.device("meta"):
-        if settings.init == FROM_CONFIG or not values:
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        else:
-            model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    make = partial(_make, name, config, tokenizer, settings, seed)
+    if is_quantised(config) and settings.init != FROM_CONFIG:
+        model = make()
+    elif not values:
+        with torch.device("meta"):
+            model = make(random=True)
+    else:
+        try:
+            with shardengine.meta_init():
+                model = make(random=settings.init == FROM_CONFIG)
+        except NotInSlices:
+            model = make()
+    if settings.packing == APART and values and (reason := packing.leaks(small := packing.small(config))):
+        raise UsageError(
+            f"--packing {APART}: {type(small).__name__} cannot keep the documents of a row apart, because {reason}; "
+            "leave --packing out"
+        )
+    return tokenizer, model
+
+
+def is_quantised(config: Any) -> bool:
+    """Whether a model's config says that the weights in its files have fewer bits, in a form of another library."""
+    return getattr(config, "quantization_config", None) is not None
+
+
+def _make(name: str, config: Any, tokenizer: Any, settings: Settings, seed: int, *, random: bool = False) -> Any:
+    """The model of ``load_model``, with weights of its own or random ones."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    if random:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
         raise UsageError(
             f"--model {name}: its tokenizer has {len(tokenizer)} tokens, its embedding only {rows} rows; "
             "expected a row for every token"
         )
-    if settings.packing == APART and values and (reason := packing.leaks(model)):
-        raise UsageError(
-            f"--packing {APART}: {type(model).__name__} cannot keep the documents of a row apart, because {reason}; "
-            "leave --packing out"
-        )
     if settings.lora is not None:
         torch.manual_seed(seed)
-        with nullcontext() if values else torch.device("meta"):
-            model = adapters.attach(model, adapters.parse(settings.lora))
-    return tokenizer, model
+        model = adapters.attach(model, adapters.parse(settings.lora))
+    return model
 
 
 def load_data(settings: Settings, tokenizer: Any, model: Any) -> data.Blocks:

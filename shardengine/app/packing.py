@@ -11,6 +11,7 @@ nothing in it predicts it. Whether the installed model really does so is tried (
 from __future__ import annotations
 
 import bisect
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ from shardengine.app.data import IGNORED, Rows
 
 _CLOSE = 1e-4
 """A document's logits in a row and alone: the same sums in fp32, over other numbers of masked terms; of the largest."""
+
+_FEW_WORDS, _FEW_LAYERS = 64, 2
 
 
 def into_rows(documents: Sequence[tuple[list[int], list[int]]], length: int, padding: int) -> Rows:
@@ -80,6 +83,36 @@ def leaks(model: Any) -> str:
     if (together - alone).abs().max() > _CLOSE * alone.abs().max():
         return "it does not count the positions of each document from 0"
     return ""
+
+
+def small(config: Any) -> Any:
+    """A model as ``config`` says, with random weights, of a few words and as few layers as have all kinds of layers
+    that the whole one has: on it ``leaks`` finds what it would find on that. torch's random state is not changed."""
+    from transformers import AutoModelForCausalLM
+
+    def cut(layers: int) -> Any:
+        found = copy.deepcopy(config)
+        found.num_hidden_layers = layers
+        if types is not None:
+            found.layer_types = types[:layers]
+        if getattr(found, "vocab_size", 0) > _FEW_WORDS:
+            found.vocab_size = _FEW_WORDS
+            for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+                setattr(found, name, None)
+        return found
+
+    def kinds(layers: int) -> set[Any]:
+        with torch.device("meta"):
+            modules = AutoModelForCausalLM.from_config(cut(layers)).modules()
+        return {*map(type, modules), *(types[:layers] if types is not None else ())}
+
+    types = getattr(config, "layer_types", None)
+    layers, depth = config.num_hidden_layers, _FEW_LAYERS
+    while depth < layers and kinds(depth) != kinds(layers):
+        depth *= 2
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(cut(min(depth, layers)), dtype=torch.float32)
 
 
 def _logits(model: Any, ids: Tensor, positions: Tensor) -> Tensor:

@@ -21,10 +21,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from shardengine.app import adapters
+import torch
+
+from shardengine.app import adapters, sources
 from shardengine.app.data import Blocks, training_batches
 from shardengine.app.rank_sums import RankSums
-from shardengine.app.settings import Settings, check_model, read_base, read_config, require, with_optimizer
+from shardengine.app.settings import Settings, check_model, read_base, read_config, require
 from shardengine.comm import Mesh
 from shardengine.config import Config
 from shardengine.engine import Engine
@@ -64,16 +66,20 @@ def run(options: argparse.Namespace) -> int:
     )  # fmt: skip
     if Path(options.model).name != "config.json":
         check_model(options.model)
-    model = lambda: _model(options.model, options.lora)  # noqa: E731
+    model = lambda: model_of(options.model, options.lora, script=options.script)  # noqa: E731
     if options.choose or options.write is not None:
         return _choose(options, hardware, model)
-    config = read_config(Path(options.config), hardware.ranks, micro_batch=options.micro_batch)
+    config = read_config(_source(options), hardware.ranks, micro_batch=options.micro_batch)
     logging.getLogger("shardengine").setLevel(logging.ERROR)  # of a run that is none
-    found = plan(model, config, hardware, length=options.length)
+    found = plan(model, config, hardware, length=options.length, in_slices=not options.script)
     if options.plot is not None:
         draw(found, Path(options.plot), options.model)
     print(json.dumps(found.as_dict(), indent=2) if options.json else text_of(found))
     return 0 if found.fits else 1
+
+
+def _source(options: argparse.Namespace) -> sources.Source:
+    return sources.changed(sources.find(options.config), sources.changes_of(options.set, options.lr))
 
 
 def _check_plot(path: Path) -> None:
@@ -93,10 +99,10 @@ def _choose(options: argparse.Namespace, hardware: Hardware, model: Callable[[],
     target = None if options.write is None else Path(options.write)
     if target is not None and (target.is_dir() or not target.absolute().parent.is_dir()):
         raise UsageError(f"--write {target}: expected a file in a directory that is there")
-    base = read_base(Path(options.config))
+    base = read_base(_source(options))
     logging.getLogger("shardengine").setLevel(logging.ERROR)
     told = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
-    found = choose(model, base, hardware, length=options.length, told=told)
+    found = choose(model, base, hardware, length=options.length, told=told, in_slices=not options.script)
     if options.plot is not None and found.plan is not None:
         draw(found.plan, Path(options.plot), options.model)
     if target is not None and found.config is not None:
@@ -114,9 +120,9 @@ def text_of_choice(found: Choice) -> str:
     return "\n".join([table_of(found), *refused, tried, "", f"1: {found.rows[0].candidate}", text_of(found.plan)])
 
 
-def _model(place: str, lora: str | None) -> Any:
-    """Of a folder, a config.json or a name on the Hub: without weights."""
-    import torch
+def model_of(place: str, lora: str | None, *, script: bool = False) -> Any:
+    """Of a folder, a config.json or a name on the Hub, without weights. As ``train`` loads it: in fp32, which the
+    engine makes bf16 or fp16 where its config says so. script: as ``from_pretrained`` does, in its files' dtype."""
     import transformers
 
     path = Path(place)
@@ -130,7 +136,9 @@ def _model(place: str, lora: str | None) -> Any:
     names = getattr(config, "architectures", None) or []
     kind = getattr(transformers, names[0], None) if names else None
     config.use_cache = False
-    with torch.device("meta"), _default_dtype(getattr(config, "dtype", None)):  # as from_pretrained loads it
+    dtype = getattr(config, "dtype", None)
+    saved = dtype if script and isinstance(dtype, torch.dtype) else torch.float32
+    with torch.device("meta"), _default_dtype(saved):
         try:
             model = kind(config) if kind is not None else transformers.AutoModelForCausalLM.from_config(config)
         except (ValueError, TypeError, KeyError) as error:
@@ -140,11 +148,9 @@ def _model(place: str, lora: str | None) -> Any:
 
 
 @contextmanager
-def _default_dtype(dtype: Any) -> Iterator[None]:
-    import torch
-
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype if isinstance(dtype, torch.dtype) else before)
+    torch.set_default_dtype(dtype)
     try:
         yield
     finally:
@@ -245,8 +251,8 @@ def _question(settings: Settings, config: Config, model: Any, blocks: Blocks) ->
     """None: nothing is to be decided."""
     if settings.resume is not None:
         return None
-    asked = automatic.question_of(settings.config, model, batch=lambda: first_batch(config, blocks, 1))
-    return None if asked is None else dataclasses.replace(asked, base=with_optimizer(asked.base))
+    asked = automatic.question_of(settings.source, model, batch=lambda: first_batch(config, blocks, 1), in_slices=True)
+    return None if asked is None else dataclasses.replace(asked, base=sources.with_optimizer(asked.base))
 
 
 def first_batch(config: Config, blocks: Blocks, ranks: int) -> dict[str, Any]:

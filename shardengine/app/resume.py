@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardengine.app import sources
 from shardengine.app.data import Blocks
 from shardengine.app.rank_sums import RankSums
 from shardengine.app.report import Progress
@@ -104,8 +105,10 @@ class Earlier:
             problems.append(f"--model: it was started with {self.model or 'the default model'}, got {options.model}")
         if options.seed is not None and (seed := load_config(self.output / CONFIG).seed) != options.seed:
             problems.append(f"--seed: it was started with {seed}, got {options.seed}")
-        if options.config is not None and not problems:
-            problems += self._other_config(Path(options.config), options.seed)
+        changes = sources.changes_of(options.set, options.lr)
+        if (options.config is not None or changes) and not problems:
+            path = self.output / CONFIG if options.config is None else sources.find(options.config)
+            problems += self._other_config(sources.changed(path, changes), options)
         if problems:
             text = "\n  - ".join(problems)
             raise UsageError(
@@ -130,18 +133,20 @@ class Earlier:
             validate_every=options.eval_every or self.validate_every,
             packing=self.packing,
             too_long=self.too_long,
+            epochs=options.epochs,
         )
 
-    def _other_config(self, path: Path, seed: int | None) -> list[str]:
+    def _other_config(self, source: sources.Source, options: argparse.Namespace) -> list[str]:
         """Every key of another config whose value is not the run's, both for the ranks that it began with; what it left
         to a plan was decided when the run began."""
         ranks, own = self.first_ranks or self.ranks, load_config(self.output / CONFIG)
         decided = {STAGE: own.zero_optimization.stage, MICRO: own.train_micro_batch_size_per_gpu or 1}
-        auto = {name: decided[name] for name in undecided(path)}
-        configs = keep_batch(own, ranks), read_config(path, ranks, seed, auto=auto)
+        auto = {name: decided[name] for name in undecided(source)}
+        given = "--set" if options.config is None else f"--config {options.config}"
+        configs = keep_batch(own, ranks), read_config(source, ranks, options.seed, auto=auto)
         before, now = ({key: value for key, value, _ in config.resolved()} for config in configs)
         return [
-            f"--config {path}, {key}: it was started with {json.dumps(before.get(key))}, got {json.dumps(now.get(key))}"
+            f"{given}, {key}: it was started with {json.dumps(before.get(key))}, got {json.dumps(now.get(key))}"
             for key in dict.fromkeys([*before, *now])
             if before.get(key) != now.get(key)
         ]
@@ -232,7 +237,8 @@ def _read_run(output: Path) -> dict[str, Any]:
 def arguments(settings: Settings) -> list[object]:
     """The options that tell a rank where the run is written to and whether it goes on."""
     if settings.resume is None:
-        return ["--config", settings.config, "--output", settings.output]
+        changes = [part for change in settings.changes for part in ("--set", change)]
+        return ["--config", settings.config, "--output", settings.output, *changes]
     chosen = [] if settings.resume == LATEST else [FOLDER, settings.resume]
     return ["--resume", settings.output.joinpath(*chosen)]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -15,16 +16,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from shardengine.app import jsonl
+from shardengine.app import jsonl, sources
 from shardengine.config import (
     MICRO,
     TRIPLE,
     Config,
-    OptimizerConfig,
     Source,
     fitting_ranks,
     load_config,
-    plain,
     provisional,
     read_tree,
     undecided,
@@ -38,7 +37,6 @@ DEFAULT_LENGTH, DEFAULT_STEPS = 128, 200
 FROM_WEIGHTS, FROM_CONFIG = "from-weights", "from-config"
 JOINED, APART, NONE = PACKINGS = ("joined", "apart", "none")
 TRUNCATE, DROP = TOO_LONG = ("truncate", "drop")
-_DEFAULT_OPTIMIZER = OptimizerConfig("AdamW", {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1})
 _KEEP_LAST = 2
 _OUTPUT_ROOT = Path("runs")
 
@@ -54,7 +52,8 @@ class Settings:
     again: whether ranks of the same launch have been in ``output`` before these · init: where the first weights come
     from · seed: in place of the config's · lora: adapters, see adapters.parse · held_out: a file to validate on, None:
     the last part of the data · validate_every: steps between validations, 0: a tenth of all · packing, too_long: see
-    reading · plan: whether what the run needs is planned before it begins.
+    reading · plan: whether what the run needs is planned before it begins · changes: of the config, see sources ·
+    epochs: how often all rows are read; None: ``steps`` says how long the run is, which else is known with the data.
     """
 
     config: Path
@@ -79,6 +78,8 @@ class Settings:
     packing: str | None = None
     too_long: str = TRUNCATE
     plan: bool = True
+    changes: tuple[str, ...] = ()
+    epochs: float | None = None
 
     def read_config(self, ranks: int, auto: Mapping[str, int] | None = None) -> Config:
         """The config for ``ranks`` ranks; a run that goes on, or begins again, keeps its global batch. One that begins
@@ -86,12 +87,30 @@ class Settings:
 
         auto: what was decided where it says "auto"; None: nothing yet, provisional values stand there.
         """
+        source = self.source
         if self.resume is not None:
-            return keep_batch(load_config(self.config), ranks)
-        auto = provisional(self.config) if auto is None else auto
-        if self.first_ranks and MICRO not in undecided(self.config):
-            return keep_batch(read_config(self.config, self.first_ranks, self.seed, auto=auto), ranks)
-        return read_config(self.config, ranks, self.seed, auto=auto)
+            return keep_batch(load_config(source), ranks)
+        auto = provisional(source) if auto is None else auto
+        if self.first_ranks and MICRO not in undecided(source):
+            return keep_batch(read_config(source, self.first_ranks, self.seed, auto=auto), ranks)
+        return read_config(source, ranks, self.seed, auto=auto)
+
+    @property
+    def duration(self) -> tuple[str, float]:
+        """The option that says how long the run is, and its value."""
+        return ("--steps", self.steps) if self.epochs is None else ("--epochs", self.epochs)
+
+    @property
+    def source(self) -> sources.Source:
+        """The config as the file and the command line say it, or the file where they say nothing else."""
+        return sources.changed(self.config, self.changes)
+
+    def with_steps(self, rows: int, samples: int) -> Settings:
+        """With as many steps of ``samples`` as ``epochs`` of ``rows`` rows have, the last one filled up."""
+        if self.epochs is None:
+            return self
+        steps = max(1, math.ceil(self.epochs * rows / samples))
+        return dataclasses.replace(self, steps=steps, planned_steps=self.planned_steps if self.resume else steps)
 
 
 def default_model_cache() -> Path:
@@ -100,7 +119,7 @@ def default_model_cache() -> Path:
 
 
 def read_config(
-    path: Path,
+    source: sources.Source,
     ranks: int,
     seed: int | None = None,
     *,
@@ -112,25 +131,19 @@ def read_config(
     seed, micro_batch (samples of a rank, with as many micro-batches as the config says): None for the config's own ·
     auto: as for ``load_config``.
     """
-    config = load_config(path, auto)
+    config = load_config(source, auto)
     if micro_batch is not None:
         config = dataclasses.replace(config, train_micro_batch_size_per_gpu=micro_batch, train_batch_size=None)
     config = _complete(config.resolve_batch(ranks))
     return config if seed is None else dataclasses.replace(config, seed=seed)
 
 
-def read_base(path: Path) -> dict[str, Any]:
-    """What the file says, checked, of which other configs are made: with a run's optimizer where it names none. It
+def read_base(source: sources.Source) -> dict[str, Any]:
+    """What a config says, checked, of which other configs are made: with a run's optimizer where it names none. It
     need not say any batch size."""
-    tree = read_tree(path)
-    load_config({**tree, MICRO: 1} if global_batch(tree, 1) is None else path, provisional(path))
-    return with_optimizer(tree)
-
-
-def with_optimizer(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """What a file says, with a run's optimizer where it names none."""
-    own = {} if tree.get("optimizer") else {"optimizer": plain(dataclasses.asdict(_DEFAULT_OPTIMIZER))}
-    return {**tree, **own}
+    tree = read_tree(source) if isinstance(source, Path) else dict(source)
+    load_config({**tree, MICRO: 1} if global_batch(tree, 1) is None else source, provisional(source))
+    return sources.with_optimizer(tree)
 
 
 def keep_batch(config: Config, ranks: int) -> Config:
@@ -160,7 +173,7 @@ def _complete(config: Config) -> Config:
         config = dataclasses.replace(config, checkpoint=checkpoint)
     if config.scheduler is not None:
         lr_schedules.check(config.scheduler)
-    return dataclasses.replace(config, optimizer=config.optimizer or _DEFAULT_OPTIMIZER)
+    return dataclasses.replace(config, optimizer=config.optimizer or sources.DEFAULT_OPTIMIZER)
 
 
 def check_trace(path: Path) -> Path:

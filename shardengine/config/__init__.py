@@ -28,7 +28,7 @@ from shardengine.config.load import (
     undecided,
     whole_number,
 )
-from shardengine.config.reader import NO_EFFECT_BECAUSE, READ_AS, Source, read_tree
+from shardengine.config.reader import NO_EFFECT_BECAUSE, READ_AS, ConfigTree, Source, read_tree
 from shardengine.config.schema import (
     KEYS,
     SECTIONS,
@@ -60,6 +60,7 @@ __all__ = [
     "AioConfig",
     "CommHookConfig",
     "Config",
+    "ConfigTree",
     "MonitorConfig",
     "OffloadOptimizerConfig",
     "OffloadParamConfig",

@@ -119,7 +119,7 @@ def load_config(source: Mapping[str, Any] | str | Path | Config, auto: Mapping[s
     if isinstance(source, (str, Path)):
         return _build(read_json(Path(source)), str(source), auto)
     if isinstance(source, Mapping):
-        return _build(plain(source), "config", auto)
+        return _build(plain(source), getattr(source, "where", "config"), auto)
     raise ConfigError(f"expected a path to a JSON file, a mapping or a Config, got {describe(source)}")
 
 

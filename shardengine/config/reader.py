@@ -82,6 +82,14 @@ class JsonObject(dict[str, Any]):
         self.duplicates = sorted({name for name in names if names.count(name) > 1 and not is_comment(name)})
 
 
+class ConfigTree(dict[str, Any]):
+    """A config as a mapping that knows where it is from: errors begin with ``where``."""
+
+    def __init__(self, tree: Mapping[str, Any], where: str) -> None:
+        super().__init__(tree)
+        self.where = where
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Parse a file into objects that know their duplicate keys. ConfigError names the path, line and column."""
     try:

@@ -11,14 +11,17 @@ Must not know: ranks, layouts, who keeps what.
 
 from __future__ import annotations
 
+from shardengine.loading.pretrained_files import NotInSlices
 from shardengine.loading.safetensors_files import SafetensorsFiles
-from shardengine.loading.source import Source, Weights, meta_init
+from shardengine.loading.source import Source, Weights, is_in_slices, meta_init
 from shardengine.loading.values import Reader
 
 __all__ = [
+    "NotInSlices",
     "Reader",
     "SafetensorsFiles",
     "Source",
     "Weights",
+    "is_in_slices",
     "meta_init",
 ]

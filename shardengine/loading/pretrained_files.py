@@ -26,6 +26,10 @@ _LOADER = "_load_pretrained_model"
 _IN_ORDER = "HF_DEACTIVATE_ASYNC_LOAD"
 
 
+class NotInSlices(UsageError):
+    """A model whose weights ranks cannot read in parts: it has to be loaded as usual, whole on each rank."""
+
+
 @contextmanager
 def found_by_transformers(record: Recording) -> Iterator[None]:
     """Inside, what ``from_pretrained`` loads is known to ``record``. Nothing where nobody has imported transformers."""
@@ -65,18 +69,18 @@ def found_by_transformers(record: Recording) -> Iterator[None]:
 
 def _check(files: Any, load_config: Any) -> None:
     if load_config.hf_quantizer is not None:
-        raise UsageError(
+        raise NotInSlices(
             "from_pretrained inside of meta_init: expected weights that are not quantised, whose own form another "
             "library makes; load such a model as usual, with values on every rank"
         )
     if load_config.device_map is not None and {str(place) for place in load_config.device_map.values()} != {"cpu"}:
-        raise UsageError(
+        raise NotInSlices(
             f"from_pretrained inside of meta_init: expected no device_map, got {load_config.device_map!r}; the engine "
             "places the weights"
         )
     others = [str(file) for file in files or () if not str(file).endswith(".safetensors")]
     if not files or others:
-        raise UsageError(
+        raise NotInSlices(
             f"from_pretrained inside of meta_init: expected safetensors files, got {others[0] if others else 'none'}, "
             "which cannot be read in slices; load it once as usual and save_pretrained it"
         )

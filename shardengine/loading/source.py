@@ -46,6 +46,11 @@ def meta_init() -> Iterator[None]:
         yield
 
 
+def is_in_slices(model: nn.Module) -> bool:
+    """Whether ``model`` was made in ``meta_init``, so that each rank reads, or draws, its part of the values alone."""
+    return any(recording_of(parameter) is not None for parameter in model.parameters())
+
+
 class _Watched:
     """A user's reader, of which it is noticed that it leaves a target as it was. where: for messages.
 

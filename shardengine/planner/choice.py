@@ -188,6 +188,7 @@ def choose(
     loss: Callable[[Any], Tensor] = batches.loss_of,
     rates: Rates | None = None,
     told: Callable[[str], None] = lambda text: None,
+    in_slices: bool = False,
     **options: Any,
 ) -> Choice:
     """The fastest of many configs that fit ``hardware``: stages, tiers, activations computed again, micro-batches, and
@@ -206,7 +207,7 @@ def choose(
     with without_values():
         found = made(model)
     given = batches.example(found, 1, length) if batch is None else batch
-    asked = Question(found, base, given, loss=loss, options=options)
+    asked = Question(found, base, given, loss=loss, options=options, in_slices=in_slices)
     return search(asked, where, rates or Rates.given(where), told)
 
 
@@ -214,7 +215,8 @@ def choose(
 class Question:
     """What a config is chosen for. base: of what it is made · batch: a micro-batch of any size, or what makes one; by
     default one for transformers' models · undecided: what is chosen, the rest is as ``base`` says · loss, options: as
-    for ``plan`` · auto: as for ``load_config`` · trains: in training mode, whatever the model is in."""
+    for ``plan`` · auto: as for ``load_config`` · trains: in training mode, whatever the model is in · in_slices: as for
+    ``plan``."""
 
     model: nn.Module
     base: Mapping[str, Any]
@@ -224,6 +226,7 @@ class Question:
     options: Mapping[str, Any] = field(default_factory=dict)
     auto: Mapping[str, Any] = field(default_factory=dict)
     trains: bool = False
+    in_slices: bool = False
 
 
 def search(asked: Question, where: Hardware, rates: Rates, told: Callable[[str], None] = lambda text: None) -> Choice:
@@ -392,7 +395,7 @@ class _Search:
             samples = config.train_micro_batch_size_per_gpu or 1
             batch = batches.resized(change.batch or self._batch, self._samples, samples)
             asked = self._asked
-            task = Task(asked.model, batch, config, where, asked.loss, asked.options, asked.trains)
+            task = Task(asked.model, batch, config, where, asked.loss, asked.options, asked.trains, asked.in_slices)
             return task.plan(task.run_quickly() if quick else task.run_all(exact=False), self._rates)
         except (ConfigError, UsageError, ValueError) as error:
             said = "; ".join(error.problems) if isinstance(error, ConfigError) else str(error)

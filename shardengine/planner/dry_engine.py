@@ -42,6 +42,8 @@ KINDS = (WEIGHTS, STATES, BUFFERS, ACTIVATIONS, MODEL)
 INITIALIZE, FORWARD, BACKWARD, STEP = "initialize", "forward", "backward", "step"
 MAPPED = "file"
 """Memory that shows what is in a file: the system's, not this process's."""
+ABSENT = "absent"
+"""What no process holds."""
 _HOST_SIDE = "host "
 """Begins the name of what lies in the host's memory, where the device has one of its own."""
 CUDA_GRAIN = 512
@@ -54,7 +56,8 @@ STEPS = 2
 class Place:
     """Which rank of what. apart: its device is a GPU, with a memory of its own (of ``device_bytes``) and NCCL; else it
     is the CPU, and gloo · grain: bytes of which an allocation is a whole number; None: that of the device · node_ranks:
-    of each node, one after the other; 0: all ranks are in one."""
+    of each node, one after the other; 0: all ranks are in one · in_slices: each rank reads its part of the weights
+    alone, so that nobody has the whole model while it is loaded."""
 
     ranks: int = 1
     rank: int = 0
@@ -62,6 +65,7 @@ class Place:
     device_bytes: int = 80 << 30
     grain: int | None = None
     node_ranks: int = 0
+    in_slices: bool = False
 
 
 @dataclass(frozen=True)
@@ -237,9 +241,9 @@ def dry_run(
         ledger.begin(INITIALIZE)
         model = make(mode)
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        if place.apart:  # it is loaded there
+        if place.apart or place.in_slices:  # it is loaded on the host, or nowhere
             for tensor in (*model.parameters(), *model.buffers()):
-                ledger.name(tensor.detach(), _HOST_SIDE + MODEL)
+                ledger.name(tensor.detach(), ABSENT if place.in_slices else _HOST_SIDE + MODEL)
         mesh = absent_mesh(
             place.ranks, place.rank, HOST, backend="nccl" if place.apart else "gloo",
             platform=lambda _: _Imagined(place, ledger, recorder), wire=wire, node_ranks=place.node_ranks,
@@ -259,7 +263,9 @@ def dry_run(
                 alike = alike + 1 if engine._core.layout is layout else 0
         tape = recorder.stop(partial(_members, mesh))
         memory = engine.memory()
-        device, rests = ledger.moments(lambda kind: kind != MAPPED and not kind.startswith(_HOST_SIDE), _UNNAMED)
+        device, rests = ledger.moments(
+            lambda kind: kind not in (MAPPED, ABSENT) and not kind.startswith(_HOST_SIDE), _UNNAMED
+        )
         host, host_rests = ledger.moments(lambda kind: kind.startswith(_HOST_SIDE), _UNNAMED)
         found = DryRun(
             device, host, rests, host_rests, list(wire.issued), memory, engine.config, parameters,

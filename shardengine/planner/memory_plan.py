@@ -18,6 +18,7 @@ from shardengine.budget import ALONE
 from shardengine.config import Config, MonitorConfig, load_config
 from shardengine.engine import Engine
 from shardengine.errors import UsageError
+from shardengine.loading import is_in_slices
 from shardengine.planner import batches
 from shardengine.planner.deep_model import deep_run, quick_run
 from shardengine.planner.dry_engine import (
@@ -155,6 +156,7 @@ def plan(
     exact: bool = False,
     rates: Rates | None = None,
     trains: bool = False,
+    in_slices: bool = False,
     **options: Any,
 ) -> Plan:
     """What a rank of a run with ``initialize(model, config)`` needs, without a GPU, weights or other ranks.
@@ -163,8 +165,9 @@ def plan(
     ``Hardware`` · batch: a micro-batch, as ``engine(**batch)`` gets it; default zeros for a model of transformers, of
     ``train_micro_batch_size_per_gpu`` samples and ``length`` tokens · loss: of what forward returns · exact: all layers
     run, where else three shorter models may do · rates: how fast the hardware is; default ``Rates.given`` where
-    ``hardware`` says something of its speeds · trains: in training mode, whatever the model is in · options:
-    ``optimizer``, as ``initialize`` has it.
+    ``hardware`` says something of its speeds · trains: in training mode, whatever the model is in ·
+    in_slices: each rank reads its part of the weights alone, as of a model that is made in ``meta_init``, which says so
+    itself · options: ``optimizer``, as ``initialize`` has it.
 
     The engine runs some steps dry (docs/decisions.md): what the model's own code makes is counted, whatever it is. The
     rank is one in the middle. ``UsageError`` where that code asks for values that only data has.
@@ -179,7 +182,7 @@ def plan(
     sizes = [len(each) for each in used.values() if isinstance(each, Tensor) and each.dim()]
     if sizes and micro not in sizes:
         _log.warning("a micro-batch of %d is planned, as batch= has it; the config says %d samples", sizes[0], micro)
-    task = Task(found, used, resolved, where, loss, options, trains)
+    task = Task(found, used, resolved, where, loss, options, trains, in_slices)
     return task.plan(task.run_all(exact), rates or (Rates.given(where) if where.has_speeds else None))
 
 
@@ -246,13 +249,17 @@ class Task:
     loss: Callable[[Any], Tensor]
     options: Mapping[str, Any]
     trains: bool = False
+    in_slices: bool = False
 
     @property
     def place(self) -> Place:
         """A rank in the middle."""
         where = self.where
         of_node = where.node_ranks or 0
-        return Place(where.ranks, where.ranks // 2, where.is_gpu, where.usable_bytes, node_ranks=of_node)
+        return Place(
+            where.ranks, where.ranks // 2, where.is_gpu, where.usable_bytes,
+            node_ranks=of_node, in_slices=self.in_slices or is_in_slices(self.model),
+        )  # fmt: skip
 
     def plan(self, run: DryRun, rates: Rates | None) -> Plan:
         """What ``run`` says, of time only where there are ``rates``."""

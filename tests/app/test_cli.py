@@ -22,15 +22,6 @@ from tests.support import HANG_S
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_the_shipped_configs_differ_in_the_stage_only(stage: int):
-    config = load_config(CONFIGS / f"zero{stage}.json")
-    assert config.zero_optimization.stage == stage
-    assert config.notices == ()
-    first = load_config(CONFIGS / "zero0.json").to_dict()
-    assert {**config.to_dict(), "zero_optimization": None} == {**first, "zero_optimization": None}
-
-
 def test_schema(capsys: pytest.CaptureFixture[str]):
     assert main(["config", "--schema"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(json_schema()))
@@ -43,11 +34,11 @@ def config_rows(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, 
 
 
 def test_resolved_prints_every_value_with_its_source(capsys: pytest.CaptureFixture[str]):
-    rows = config_rows(capsys, str(CONFIGS / "zero2.json"), "--resolved", "--ranks", "3")
+    rows = config_rows(capsys, str(CONFIGS / "demo.json"), "--resolved", "--ranks", "3")
     assert rows["zero_optimization.stage"] == ["2", "file"]
     assert rows["overlap_comm"] == ["true", "default"]
     assert rows["train_batch_size"] == ["24", "derived"]
-    assert set(rows) == {key for key, _, _ in load_config(CONFIGS / "zero2.json").resolve_batch(3).resolved()}
+    assert set(rows) == {key for key, _, _ in load_config(CONFIGS / "demo.json").resolve_batch(3).resolved()}
 
 
 def test_without_resolved_only_what_the_file_sets_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -84,7 +75,7 @@ def test_a_config_error_lists_all_problems_and_exits_with_2(tmp_path: Path, caps
 )
 def test_wrong_paths_are_found_before_ranks_start(options: list[str], text: str, tmp_path: Path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(["train", "--config", str(CONFIGS / "zero2.json"), *options]) == 2
+    assert main(["train", "--config", str(CONFIGS / "demo.json"), *options]) == 2
     assert text in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
@@ -92,7 +83,7 @@ def test_wrong_paths_are_found_before_ranks_start(options: list[str], text: str,
 def test_more_ranks_than_gpus_are_refused_before_they_start(capsys: pytest.CaptureFixture[str], monkeypatch):
     monkeypatch.setattr("shardengine.app.command.require", lambda *packages, extra: None)
     monkeypatch.setattr(devices, "count", lambda: 2)
-    assert main(["train", "--config", str(CONFIGS / "zero2.json"), "--ranks", "3"]) == 2
+    assert main(["train", "--config", str(CONFIGS / "demo.json"), "--ranks", "3"]) == 2
     assert "--ranks 3: expected a GPU for each, but 2 GPU(s) are visible for 3 ranks" in capsys.readouterr().err
 
 
@@ -191,7 +182,7 @@ def test_env_tells_every_variable_that_is_read(
 @pytest.mark.parametrize("command", [["config", "GOOD"], ["train", "--config", "BAD"], ["train", "--help"]])
 def test_what_needs_no_torch_does_not_import_it(command: list[str], tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text('{"train_batch_sice": 8}', encoding="utf-8")
-    files = {"GOOD": str(CONFIGS / "zero2.json"), "BAD": str(tmp_path / "bad.json")}
+    files = {"GOOD": str(CONFIGS / "demo.json"), "BAD": str(tmp_path / "bad.json")}
     code = (
         "import atexit, sys; from shardengine.app.cli import main; "
         "atexit.register(lambda: print([*{'torch', 'transformers', 'matplotlib', 'numpy'} & {*sys.modules}])); "
@@ -220,7 +211,7 @@ def test_a_reader_that_has_gone_is_no_error_of_ours(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """`shardengine config --schema | head`: no traceback, also when the interpreter ends."""
-    for command in (["config", "--schema"], ["config", str(CONFIGS / "zero2.json")]):  # more than a buffer, and less
+    for command in (["config", "--schema"], ["config", str(CONFIGS / "demo.json")]):  # more than a buffer, and less
         reading, writing = os.pipe()
         os.close(reading)
         with open(writing, "w", encoding="utf-8") as gone:

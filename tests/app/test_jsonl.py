@@ -105,7 +105,7 @@ def test_what_is_read(tmp_path: Path):
 
 def test_the_command_finds_a_bad_line_before_ranks_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = write(tmp_path, GOOD, "{")
-    assert main(["train", "--config", str(ROOT / "configs" / "zero2.json"), "--data", path]) == 2
+    assert main(["train", "--config", str(ROOT / "configs" / "demo.json"), "--data", path]) == 2
     assert f"{path}, line 2: is not JSON" in capsys.readouterr().err
     (tmp_path / "latin.jsonl").write_bytes(b'{"text": "caf\xe9"}')
     with pytest.raises(UsageError, match="byte 13 is not"):

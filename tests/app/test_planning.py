@@ -13,7 +13,7 @@ import torch
 
 import shardengine
 from shardengine import Choice, Hardware
-from shardengine.app import planning
+from shardengine.app import dry_run, planning
 from shardengine.app.cli import main
 from shardengine.planner import machine
 from tests.app import tiny_chat
@@ -59,6 +59,31 @@ def test_it_prints_what_each_tier_needs(tmp_path: Path, config: str, capsys: pyt
     found = json.loads(capsys.readouterr().out)
     assert found["fits"] is False and found["batch"] == [400, 64] and found["ranks"] == 2
     assert found["tiers"]["host"]["at_peak"].keys() >= {"states"}
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("lora", [None, "r=4,targets=all-linear"])
+def test_plan_and_dry_run_print_the_same_plan(
+    stage: int, lora: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a model whose files are bf16, whatever the config trains in."""
+    if lora:
+        pytest.importorskip("peft")
+    folder = tmp_path / "model"
+    tiny_chat.make_tokenizer(None).save_pretrained(folder)
+    tiny_chat.make_model().to(torch.bfloat16).save_pretrained(folder)
+    monkeypatch.setattr(dry_run, "this_machine", lambda *_: Hardware.parse("2x4GB"))
+    (tmp_path / "text.txt").write_text("some words and more of them. " * 400, encoding="utf-8")
+    (tmp_path / "c.json").write_text('{"train_micro_batch_size_per_gpu": 2}', encoding="utf-8")
+    common = ["--config", str(tmp_path / "c.json"), "--model", str(folder), "--length", "32"]
+    common += ["--set", f"zero_optimization.stage={stage}", *(["--lora", lora] if lora else [])]
+    for precision in ([], ["--set", "bf16.enabled=true"]):
+        assert main(["plan", *common, *precision, "--gpus", "2x4GB"]) == 0
+        planned = capsys.readouterr().out
+        data = ["--data", str(tmp_path / "text.txt"), "--ranks", "2", "--dry-run"]
+        assert main(["train", *common, *precision, *data]) == 0
+        told = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("note: ")]
+        assert told[:-1] == planned.splitlines()[:-1], planned  # the last line has the seconds that it took
 
 
 def test_images_and_adapters(tmp_path: Path, config: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,7 +143,7 @@ def test_the_fastest_that_fits_is_printed_written_and_trains(
     said = capsys.readouterr()
     table, _, text = said.out.partition("\n\n")
     head, first = table.splitlines()[:2]
-    assert head.split() == ["config", "micro-batch", "GPU", "host", "step", "samples/s"]
+    assert head.split() == ["config", "micro-batch", "GPU", "step", "samples/s"]
     assert first.split()[:4] == ["1", "stage", "0", "2"]
     assert text.startswith("1: stage 0\n") and "1 GPU of 24.0 GB" in text and "GPU: fits, " in text
     told = [line for line in said.err.splitlines() if "micro-batches of" in line]

@@ -383,13 +383,15 @@ def test_a_killed_run_goes_on(pools: Pools, tiny: Path, tmp_path: Path):
     assert weights(output) == weights(whole)
 
 
-# The shipped config
+# A recipe by name, with a key of it changed
 
 
-def test_the_shipped_bf16_config_trains(pools: Pools, tiny: Path, tmp_path: Path):
+def test_a_recipe_by_name_trains_with_what_the_command_line_changes(pools: Pools, tiny: Path, tmp_path: Path):
     common = ["--model", tiny / "model", "--data", tiny / "text.txt", "--length", 16, "--steps", 6]
-    out = run(pools(2), "--config", ROOT / "configs" / "bf16.json", *common, "--output", tmp_path / "run")
+    changes = ["--set", "bf16.enabled=true", "--set", 'zero_optimization={"stage": 3}', "--lr", "0.002"]
+    out = run(pools(2), "--config", "demo", *changes, *common, "--output", tmp_path / "run")
     assert "weights bf16, fp32 master, gradients sent as bf16" in out
+    assert "stage:       3" in out and "AdamW (lr 0.002, " in out
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     losses = [row["validation_loss"] for row in rows if "validation_loss" in row]
     assert losses[-1] < losses[0] - 0.1

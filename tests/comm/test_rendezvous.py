@@ -319,7 +319,7 @@ def test_the_train_command_under_slurm_is_one_rank_of_the_step(environment: dict
 
     monkeypatch.setattr(command, "require", lambda *packages, extra: None)
     environment.update(STEP)
-    assert main(["train", "--config", str(ROOT / "configs" / "zero2.json"), "--ranks", "3"]) == 2
+    assert main(["train", "--config", str(ROOT / "configs" / "demo.json"), "--ranks", "3"]) == 2
     assert "the launcher has started 7" in capsys.readouterr().err
 
 

@@ -1,0 +1,126 @@
+"""`shardengine init`: a config that fits by plan, written with remarks and the commands that run it.
+
+Owns: what is asked, what a new config says before a plan has chosen the rest. Must not know: how a config is chosen.
+
+Exit codes: 0 written · 1 nothing fits, and nothing is written · 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardengine.app import planning
+from shardengine.app.settings import check_model, require
+from shardengine.comm import devices
+from shardengine.errors import UsageError
+from shardengine.planner import Hardware, choose, show_bytes
+
+FULL, LORA = METHODS = ("full", "lora")
+_RATES = {FULL: 1e-5, LORA: 2e-4}
+_LORA_KEYS = "r=16,targets=all-linear"
+_SAMPLES = 16
+"""Of a step, at least."""
+_REMARKS = {
+    "train_batch_size": "samples of a step, of all ranks together; it belongs to the learning rate",
+    "train_micro_batch_size_per_gpu": "samples that a rank computes at once: the fastest that fits",
+    "gradient_clipping": "the largest norm of a step's gradient",
+    "bf16": "weights and gradients are bf16; the optimizer keeps weights in fp32",
+    "optimizer": "lr is the highest rate: a tenth of the steps leads up to it, then a cosine to a tenth of it",
+    "zero_optimization": "what is sharded over ranks (stage 0: nothing; 3: all), and what rests beside the GPU",
+    "activation_checkpointing": "true: less memory, because activations are computed again, which takes time",
+}
+
+
+def run(options: argparse.Namespace) -> int:
+    """Ask for what the options leave out, choose, write; the exit code."""
+    require("transformers", extra="hf", what="init")
+    model = _ask(options.model, "--model", "model (a folder, or a name on the Hub)")
+    gpus = _ask(options.gpus, "--gpus", "GPUs, as 4x24GB", _here())
+    method = _ask(options.method, "--method", f"method ({' or '.join(METHODS)})", LORA)
+    length = int(_ask(options.length and str(options.length), "--length", "tokens of a sample", "2048"))
+    if method not in METHODS:
+        raise UsageError(f"--method {method}: expected {' or '.join(METHODS)}")
+    hardware = Hardware.parse(gpus, host_memory=options.host_memory, nvme=options.nvme)
+    file = Path(options.output or f"{method}-{gpus.lower().removesuffix('gb')}.json")
+    if file.exists():
+        raise UsageError(f"--output {file}: it is there already; expected the name of a new file")
+    check_model(model)
+    lora = _LORA_KEYS if method == LORA else None
+    if lora is not None:
+        require("peft", extra="lora", what="--method lora")
+    logging.getLogger("shardengine").setLevel(logging.ERROR)  # of runs that are none
+    told = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
+    base = base_config(method, hardware.ranks, nvme=options.nvme is not None)
+    found = choose(lambda: planning.model_of(model, lora), base, hardware, length=length, told=told, in_slices=True)
+    print(planning.text_of_choice(found))
+    if found.config is None or found.plan is None:
+        return 1
+    words = [f"--config {file}", f"--model {model}", f"--length {length}", *([f"--lora {lora}"] if lora else [])]
+    places = [f"--gpus {gpus}"]
+    places += [f"--host-memory {options.host_memory}"] if options.host_memory else []
+    places += [f"--nvme {options.nvme}"] if options.nvme else []
+    commands = {
+        "_plan": " ".join(["shardengine plan", *words, *places]),
+        "_train": " ".join(["shardengine train", *words, "--data data.jsonl --epochs 3 --save-every 100"]),
+    }
+    head = f"{model}, {'LoRA adapters' if lora else 'all weights'}, {length} tokens, {hardware}: "
+    tree = {"_": head + "; ".join(found.plan.sentences()), **commands, **_with_remarks(found.config)}
+    file.write_text(json.dumps(tree, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    print("", f"written to {file}; to train (--data is UTF-8 text or JSON lines, --help says which):", sep="\n")
+    print(f"  {commands['_train']}")
+    return 0
+
+
+def base_config(method: str, ranks: int, *, nvme: bool) -> dict[str, Any]:
+    """What is not chosen."""
+    zero = {"offload_optimizer": {"device": "nvme", "nvme_path": "offload"}} if nvme else {}
+    params = {"lr": _RATES[method], "betas": [0.9, 0.95], "weight_decay": 0.1 if method == FULL else 0.0}
+    return {
+        "train_batch_size": ranks * math.ceil(_SAMPLES / ranks),
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": params},
+        "zero_optimization": zero,
+        "steps_per_print": 10,
+        "seed": 42,
+    }
+
+
+def _with_remarks(config: Mapping[str, Any]) -> dict[str, Any]:
+    """``config``, each key that has one after its remark."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        if key in _REMARKS:
+            found[f"_{key}"] = _REMARKS[key]
+        found[key] = value
+    return found
+
+
+def _ask(given: str | None, option: str, question: str, default: str | None = None) -> str:
+    """``given``, or what somebody at a terminal answers. UsageError where nobody is there, or says nothing."""
+    if given:
+        return given
+    if not sys.stdin.isatty():
+        raise UsageError(f"expected {option}: {question}; there is no terminal to ask at")
+    try:
+        answer = input(f"{question}{f' [{default}]' if default else ''}: ").strip()
+    except EOFError:
+        answer = ""
+    if not (answer or default):
+        raise UsageError(f"expected {option}: {question}")
+    return answer or str(default)
+
+
+def _here() -> str | None:
+    """This machine's GPUs, as --gpus has them; None where there are none."""
+    import torch
+
+    count = devices.count()
+    return f"{count}x{show_bytes(torch.cuda.get_device_properties(0).total_memory).replace(' ', '')}" if count else None

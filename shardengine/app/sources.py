@@ -1,0 +1,111 @@
+"""Where a run's config is from: a file, or the name of a shipped recipe, and what the command line changes in it.
+
+Owns: names of recipes, --set and --lr, the optimizer of a config that names none. Must not know: torch, what the keys
+mean. Imported before torch, so that a wrong key is said at once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import shardengine
+from shardengine.config import ConfigTree, OptimizerConfig, nearest, plain, read_tree
+from shardengine.errors import UsageError
+
+DEFAULT_OPTIMIZER = OptimizerConfig("AdamW", {"lr": 2e-5, "betas": (0.9, 0.95), "weight_decay": 0.1})
+"""Its rate suits pretrained weights."""
+LR = "optimizer.params.lr"
+_RATES_OF_SCHEDULERS = ("warmup_max_lr", "cycle_max_lr", "max_lr")
+_FORM = "expected KEY=VALUE, as in --set zero_optimization.stage=3 or --set bf16.enabled=true"
+
+Source = Path | ConfigTree
+
+
+def recipes() -> dict[str, Path]:
+    """Name → file of each config that is shipped: with the package, or at the top of a checkout."""
+    package = Path(shardengine.__file__).parent
+    folders = (package / "configs", package.parent / "configs")
+    folder = next((each for each in folders if (each / "demo.json").is_file()), folders[0])
+    return {path.stem: path for path in sorted(folder.glob("*.json"))}
+
+
+def find(text: str) -> Path:
+    """The file that ``--config text`` names: a path, or a recipe without ``.json``. UsageError with their names."""
+    path = Path(text)
+    if path.is_file() or path.suffix or len(path.parts) != 1:
+        return path  # whoever reads it says that it is not there
+    known = recipes()
+    if text not in known:
+        raise UsageError(
+            f"--config {text}: expected a file, or one of {', '.join(known)}; nearest is {nearest(text, known)}"
+        )
+    return known[text]
+
+
+def changes_of(given: Sequence[str] | None, lr: float | None) -> tuple[str, ...]:
+    """What ``--set`` and ``--lr`` change, each as KEY=VALUE."""
+    return (*(given or ()), *(() if lr is None else (f"{LR}={lr!r}",)))
+
+
+def changed(path: Path, changes: Sequence[str]) -> Source:
+    """The config in the file with ``changes`` in it; the path itself where there are none.
+
+    A value is JSON, or else a text. ConfigError for the file, UsageError for a change that cannot be made.
+    """
+    if not changes:
+        return path
+    tree = read_tree(path)
+    for change in changes:
+        key, equals, value = change.partition("=")
+        names = key.strip().split(".")
+        if not equals or not all(names):
+            raise UsageError(f"--set {change}: {_FORM}")
+        if key.strip() == LR:
+            _check_rate(tree, value)
+        if names[0] == "optimizer" and len(names) > 1 and names[1] != "type":
+            tree = with_optimizer(tree)
+        _put(tree, names, _read(value), change)
+    return ConfigTree(tree, f"{path} with {' '.join(f'--set {change}' for change in changes)}")
+
+
+def with_optimizer(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """What a file says, with a run's optimizer where it names none."""
+    own = {} if tree.get("optimizer") else {"optimizer": plain(asdict(DEFAULT_OPTIMIZER))}
+    return {**tree, **own}
+
+
+def _read(value: str) -> Any:
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value.strip()
+
+
+def _put(tree: dict[str, Any], names: Sequence[str], value: Any, change: str) -> None:
+    node = tree
+    for place, name in enumerate(names[:-1], 1):
+        if node.get(name) is None:
+            node[name] = {}
+        node = node[name]
+        if not isinstance(node, dict):
+            where = ".".join(names[:place])
+            raise UsageError(f"--set {change}: expected {where} to be an object in the config, it is {node!r:.80}")
+    node[names[-1]] = value
+
+
+def _check_rate(tree: Mapping[str, Any], value: str) -> None:
+    """UsageError where a scheduler puts its own rates in the place of the optimizer's."""
+    scheduler = tree.get("scheduler")
+    params = scheduler.get("params") if isinstance(scheduler, Mapping) else None
+    if not isinstance(params, Mapping):
+        return
+    for name in _RATES_OF_SCHEDULERS:
+        if name in params:
+            key = f"scheduler.params.{name}"
+            raise UsageError(
+                f"{LR} {value}: the scheduler of the config sets the rate, by {key}; expected --set {key}={value}"
+            )
