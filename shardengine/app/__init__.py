@@ -8,6 +8,7 @@ dry_run      train --dry-run
 loop         one rank: the training loop, to be read as an example of the library
 corpus       the built-in text and the small model that is made for it
 jsonl        files of JSON lines, with errors that name the line
+hub_data     datasets of the Hub, as rows of such files
 chat         conversations to tokens, of which the assistant's turns are learnt
 packing      several documents in one row, apart from each other; whether a model can do it
 reading      files to rows of tokens

@@ -390,10 +390,11 @@ def _add_model(train: argparse.ArgumentParser) -> None:
 def _add_data(train: argparse.ArgumentParser) -> None:
     train.add_argument(
         "--data",
-        metavar="FILE",
+        metavar="FILE|NAME",
         help='UTF-8 text; or .jsonl, lines of {"text": …}; of {"prompt": …, "completion": …}, where only completions '
         'are learnt; of {"messages": [{"role": …, "content": …}, …]}, written by the tokenizer\'s chat template, where '
-        "only the assistant's turns are learnt; or builtin:pydoc, CPython's docs (default)",
+        "only the assistant's turns are learnt; or the name of a dataset on the Hub with such columns, as ORG/NAME or "
+        "ORG/NAME:SPLIT, read by the package datasets; or builtin:pydoc, CPython's docs (default)",
     )
     train.add_argument(
         "--length",

@@ -18,11 +18,11 @@ from shardengine.errors import UsageError
 SUFFIXES = (".jsonl", ".json")
 ASSISTANT = "assistant"
 """The role whose turns are learnt."""
-_EXPECTED = (
+EXPECTED = (
     'expected {"text": "…"}, {"prompt": "…", "completion": "…"} or {"messages": [{"role": "…", "content": "…"}, …]} on '
     "every line"
 )
-_FORMS = (("text",), ("prompt", "completion"), ("messages",))
+FORMS = (("text",), ("prompt", "completion"), ("messages",))
 
 Message = dict[str, Any]
 
@@ -43,7 +43,7 @@ class Row:
     @property
     def form(self) -> tuple[str, ...]:
         """The keys that make it what it is."""
-        return _FORMS[2] if self.messages is not None else _FORMS[0] if self.prompt is None else _FORMS[1]
+        return FORMS[2] if self.messages is not None else FORMS[0] if self.prompt is None else FORMS[1]
 
 
 def is_jsonl(data: str) -> bool:
@@ -65,7 +65,7 @@ def read(path: str, option: str = "--data") -> list[Row]:
             )
         rows.append(row)
     if not rows:
-        raise UsageError(f"{option} {path}: is empty; {_EXPECTED}")
+        raise UsageError(f"{option} {path}: is empty; {EXPECTED}")
     return rows
 
 
@@ -73,13 +73,18 @@ def _row(where: str, number: int, line: str) -> Row:
     try:
         value = json.loads(line)
     except ValueError as error:
-        raise UsageError(f"{where}: is not JSON ({error}); {_EXPECTED}") from None
+        raise UsageError(f"{where}: is not JSON ({error}); {EXPECTED}") from None
+    return row_of(value, number, where)
+
+
+def row_of(value: Any, number: int, where: str) -> Row:
+    """What one line, or one row of a dataset, says. UsageError, which begins with ``where``, if it cannot be used."""
     if not isinstance(value, dict):
-        raise UsageError(f"{where}: is {_kind(value)}; {_EXPECTED}")
-    forms = [form for form in _FORMS if any(key in value for key in form)]
+        raise UsageError(f"{where}: is {_kind(value)}; {EXPECTED}")
+    forms = [form for form in FORMS if any(key in value for key in form)]
     if len(forms) != 1 or any(key not in value for key in forms[0]):
         keys = ", ".join(map(json.dumps, value)) or "none"
-        raise UsageError(f"{where}: has the keys {keys}; {_EXPECTED}")
+        raise UsageError(f"{where}: has the keys {keys}; {EXPECTED}")
     if forms[0] == ("messages",):
         return _conversation(where, number, value)
     for key in forms[0]:

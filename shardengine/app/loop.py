@@ -25,7 +25,7 @@ from shardengine.app.evaluation import validate
 from shardengine.app.rank_sums import RankSums
 from shardengine.app.report import Progress, Report
 from shardengine.app.resume import Checkpoints
-from shardengine.app.settings import APART, FROM_CONFIG, Settings
+from shardengine.app.settings import APART, DEFAULT_LENGTH, FROM_CONFIG, Settings
 from shardengine.app.stopping import StopRequest
 from shardengine.config import Config
 from shardengine.errors import UsageError
@@ -214,8 +214,17 @@ def _make(name: str, config: Any, tokenizer: Any, settings: Settings, seed: int,
 
 
 def load_data(settings: Settings, tokenizer: Any, model: Any) -> data.Blocks:
-    """The rows of tokens, at most as long as the model takes them."""
-    length = min(settings.length, int(getattr(model.config, "max_position_embeddings", settings.length)))
+    """The rows of tokens: as long as the settings say, or as the model takes them where nobody has said anything.
+
+    UsageError for longer ones; a run that goes on has the rows that it began with.
+    """
+    positions = int(getattr(model.config, "max_position_embeddings", None) or settings.length)
+    if settings.length > positions and settings.length != DEFAULT_LENGTH and settings.resume is None:
+        raise UsageError(
+            f"--length {settings.length}: {type(model).__name__} has {positions} positions; expected --length "
+            f"{positions} or less"
+        )
+    length = min(settings.length, positions)
     return reading.load_blocks(
         settings.data,
         lambda text: tokenizer(text, add_special_tokens=False)["input_ids"],

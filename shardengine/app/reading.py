@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardengine.app import corpus, jsonl, packing
+from shardengine.app import corpus, hub_data, jsonl, packing
 from shardengine.app.data import IGNORED, Blocks, Rows
 from shardengine.app.settings import APART, DROP, JOINED, NONE, TRUNCATE
 from shardengine.errors import UsageError
@@ -103,6 +103,8 @@ def pack(tokens: list[int], length: int) -> Tensor:
 
 
 def _content(path: str, option: str) -> str | list[jsonl.Row]:
+    if hub_data.is_name(path):
+        return hub_data.read(path, option)
     return jsonl.read(path, option) if jsonl.is_jsonl(path) else corpus.read_text(path)
 
 

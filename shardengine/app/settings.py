@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from shardengine.app import jsonl, sources
+from shardengine.app import hub_data, jsonl, sources
 from shardengine.config import (
     MICRO,
     TRIPLE,
@@ -199,8 +199,14 @@ def check_data(data: str, option: str = "--data") -> None:
     if data.startswith("builtin:"):
         raise UsageError(f"{option} {data}: expected a text file or {BUILTIN}")
     path = Path(data)
+    if hub_data.is_name(data):
+        hub_data.read(data, option)
+        return
     if not path.is_file():
-        raise UsageError(f"{option} {data}: expected a text file or {BUILTIN}, found {_kind(path)}")
+        raise UsageError(
+            f"{option} {data}: expected a text file, JSON lines, {BUILTIN} or a dataset of the Hub "
+            f"(ORGANISATION/NAME), found {_kind(path)}"
+        )
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

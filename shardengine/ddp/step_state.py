@@ -365,7 +365,12 @@ def _between_steps(state: StepState, call: str) -> str | None:
 
 
 def _backward_before(state: StepState, _call: str) -> str | None:
-    return None if state.window.micro_batches else "step() without a backward: call engine.backward(loss) first"
+    if state.window.micro_batches:
+        return None
+    return (
+        f"step() without a backward since the last step (rank {state.rank}): call engine.backward(loss) first. A loop "
+        "that calls optimizer.step() calls no engine.step(), because either makes the whole step"
+    )
 
 
 def _settled(state: StepState, _call: str) -> str | None:

@@ -30,6 +30,7 @@ from shardengine.engine import (
     comm_hooks,
     exchanging,
     export,
+    forward_inputs,
     full_access,
     joining,
     loading_weights,
@@ -188,14 +189,16 @@ class Engine(Inspection):
             core.schedule.restart()
             self._buffers_sent = False
             casting.explain(error, core.precision.cast, inputs=core.precision.inputs is not None)
+            forward_inputs.explain(error, self.module, args, kwargs, self.device, self.rank)
             raise
 
     forward = __call__
 
     def _look_at_batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Of the first batch rank 0 says whether it is as large as the config has it."""
+        """Of the first batch rank 0 says whether it is as large as the config, and as short as the model, has it."""
         self._has_seen_batch = True
-        if notice := notices.about_batch(self.train_micro_batch_size_per_gpu(), args, kwargs):
+        of_batch = notices.about_batch(self.train_micro_batch_size_per_gpu(), args, kwargs)
+        for notice in filter(None, (of_batch, forward_inputs.about_length(self.module, args, kwargs))):
             _log.warning("%s", notice)
 
     def _send_buffers(self) -> None:

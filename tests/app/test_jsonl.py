@@ -231,7 +231,7 @@ def test_train_on_examples(pools: Callable[[int], RankPool], tiny: Path, tmp_pat
 
     path = str(EXAMPLES / "capitals.jsonl")
     output = tmp_path / "run"
-    out = train(pools(2), tiny, "--data", path, "--steps", 4, "--output", output, "--length", 40)
+    out = train(pools(2), tiny, "--data", path, "--steps", 4, "--output", output, "--length", 32)
     assert "11 + 1 examples of up to 32" in out
     assert "example(s) longer than 32 tokens lost the end" in out
 

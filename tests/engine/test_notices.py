@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 import shardengine
+from shardengine.errors import UsageError
 from tests.support import cases
 from tests.support.ranks import RankPool
 
@@ -162,3 +164,58 @@ def logged_on(rows: int) -> list[str]:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_rank_0_says_it_for_all(pools: Pools, ranks: int) -> None:
     assert [len(each) for each in pools(ranks).run(logged_on, 5)] == [2, *[0] * (ranks - 1)]
+
+
+# What forward was given, where the model raises
+
+
+class Words(nn.Module):
+    """An embedding of 16 words and 8 positions, with a configuration as transformers' models have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(vocab_size=16, max_position_embeddings=8)
+        self.words, self.places = nn.Embedding(16, 4), nn.Embedding(8, 4)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return (self.words(input_ids) + self.places(torch.arange(input_ids.shape[1]))).sum()
+
+
+def notes_of(stage: str, model: nn.Module | None = None, **inputs: torch.Tensor) -> str:
+    engine = shardengine.initialize(model or Words(), config_of(stage, optimizer=ADAMW))
+    with pytest.raises((IndexError, RuntimeError)) as caught:
+        engine(**inputs)
+    engine.close()
+    return "\n".join(getattr(caught.value, "__notes__", ()))
+
+
+@STAGES
+def test_more_tokens_than_positions_are_named(stage: str, caplog: pytest.LogCaptureFixture) -> None:
+    told = "input_ids has 9 tokens in a row, and Words has 8 positions (config.max_position_embeddings)"
+    assert told in notes_of(stage, input_ids=torch.zeros(8, 9, dtype=torch.int64))
+    assert said(caplog, told), "also where nothing raises, as with rotary positions"
+
+
+@STAGES
+def test_tokens_that_the_model_does_not_know_are_named(stage: str) -> None:
+    ids = torch.full((8, 4), 16)
+    assert "on rank 0 input_ids has the token 16, and Words knows 16 (config.vocab_size)" in notes_of(
+        stage, input_ids=ids
+    )
+
+
+@STAGES
+def test_inputs_on_another_device_are_named(stage: str) -> None:
+    text = notes_of(stage, nn.Linear(4, 1), input=torch.zeros(8, 4, device="meta"))
+    assert "input is on meta, and rank 0 computes on cpu: expected inputs on engine.device" in text
+
+
+@STAGES
+def test_what_is_right_has_no_notes(stage: str, caplog: pytest.LogCaptureFixture) -> None:
+    engine = shardengine.initialize(Words(), config_of(stage, optimizer=ADAMW))
+    engine.backward(engine(input_ids=torch.zeros(8, 8, dtype=torch.int64)))
+    engine.step()
+    with pytest.raises(UsageError, match=r"since the last step \(rank 0\).*A loop that calls optimizer\.step\(\)"):
+        engine.step()
+    engine.close()
+    assert not said(caplog, "positions")

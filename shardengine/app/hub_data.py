@@ -1,0 +1,59 @@
+"""Datasets of the Hub as rows of --data, read by the package `datasets`. Owns: which names are taken, which columns.
+
+Must not know: torch, tokenizers. A name is ``ORGANISATION/NAME``, with ``:SPLIT`` behind it for another split than
+train. Of several forms that a dataset has, conversations come before examples, and these before documents.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from shardengine.app import jsonl
+from shardengine.errors import UsageError
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[\w.\[\]%:+-]+)?")
+
+
+def is_name(data: str) -> bool:
+    """Whether ``data`` can only be the name of a dataset: no file is there, and it is written as one."""
+    return not Path(data).exists() and not jsonl.is_jsonl(data) and _NAME.fullmatch(data) is not None
+
+
+def read(data: str, option: str = "--data") -> list[jsonl.Row]:
+    """All rows; UsageError where `datasets` is missing, finds nothing, or finds no column that can be learnt."""
+    try:
+        import datasets
+    except ImportError:
+        raise UsageError(
+            f"{option} {data}: no such file is there; to read a dataset of the Hub, install its package: "
+            "pip install datasets"
+        ) from None
+    name, _, split = data.partition(":")
+    try:
+        found = datasets.load_dataset(name, split=split or "train")
+    except Exception as error:  # its own, of the network, of files: all of them are told
+        raise UsageError(
+            f"{option} {data}: expected a file, or a dataset of the Hub with the split {split or 'train'}: "
+            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        ) from None
+    columns = set(found.column_names)
+    form = next((form for form in reversed(jsonl.FORMS) if columns.issuperset(form)), None)
+    if form is None:
+        raise UsageError(f"{option} {data}: has the columns {', '.join(sorted(columns))}; {jsonl.EXPECTED}")
+    kept = (*form, "tools") if form == ("messages",) and "tools" in columns else form
+    rows = [
+        jsonl.row_of({key: _plain(row[key]) for key in kept}, number, f"{option} {data}, row {number}")
+        for number, row in enumerate(found, 1)
+    ]
+    if not rows:
+        raise UsageError(f"{option} {data}: is empty; {jsonl.EXPECTED}")
+    return rows
+
+
+def _plain(value: Any) -> Any:
+    """Without the keys that `datasets` fills with None where only other rows have them."""
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items() if each is not None}
+    return [_plain(each) for each in value] if isinstance(value, list) else value
