@@ -18,6 +18,7 @@ from shardengine.config import Config, load_or_default
 from shardengine.engine import Engine, Monitor, arguments, mesh_of
 from shardengine.loading import Weights
 from shardengine.planner import automatic, batches
+from shardengine.uncaught import told_in_short
 
 
 @arguments.checked
@@ -61,15 +62,18 @@ def initialize(
     Raises ConfigError (every problem of the config at once), UsageError (model or optimizer that cannot be served),
     MismatchError (ranks disagree; names them).
     """
-    auto = arguments.said_by(optimizer)
-    options = {} if optimizer is None else {"optimizer": optimizer}
-    asked = automatic.question_of(config, model, batch=batch, loss=loss or batches.loss_of, options=options, auto=auto)
-    values: Mapping[str, int] | None = None
-    if asked is not None:
-        mesh = mesh_of(mesh, load_or_default(config, auto).timeout_s)
-        try:
-            values = automatic.decide(asked, mesh)
-        except BaseException:
-            mesh.abandon()
-            raise
-    return Engine(model, config, optimizer, model_parameters, lr_scheduler, mesh, monitors, weights, values)
+    with told_in_short():
+        auto = arguments.said_by(optimizer)
+        options = {} if optimizer is None else {"optimizer": optimizer}
+        asked = automatic.question_of(
+            config, model, batch=batch, loss=loss or batches.loss_of, options=options, auto=auto
+        )
+        values: Mapping[str, int] | None = None
+        if asked is not None:
+            mesh = mesh_of(mesh, load_or_default(config, auto).timeout_s)
+            try:
+                values = automatic.decide(asked, mesh)
+            except BaseException:
+                mesh.abandon()
+                raise
+        return Engine(model, config, optimizer, model_parameters, lr_scheduler, mesh, monitors, weights, values)

@@ -16,6 +16,7 @@ data         what a row of tokens is, and which rank reads which row when
 adapters     LoRA adapters of peft
 evaluation   the validation loss
 global_mean  what each micro-batch's loss weighs, so that every valid token counts the same
+flops        FLOPs of a model's training, for MFU
 report       what rank 0 prints and writes
 resume       checkpoints: what --resume takes from an earlier run, when one is saved
 job          ranks that a launcher has started again find the run that they were making

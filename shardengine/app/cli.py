@@ -20,9 +20,8 @@ from shardengine import __version__
 from shardengine.app import sources
 from shardengine.config import json_schema, load_config, provisional
 from shardengine.errors import CheckpointError, ConfigError, UsageError
+from shardengine.uncaught import OTHERS_WAIT_S, is_first_of_machine
 
-OTHERS_WAIT_S = 3.0
-"""So long the process that prints an error has until the others end."""
 _BROKEN_PIPE = 128 + 13
 """What a shell calls a program that SIGPIPE has ended: `shardengine inspect … | head`."""
 
@@ -74,10 +73,10 @@ def _is_fine(options: argparse.Namespace, command: str) -> bool:
         source = _source(options, options.config)
         load_config(source, provisional(source))
     except (ConfigError, UsageError) as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if is_first_of_machine():
             print(f"shardengine {command}: {error}", file=sys.stderr)
         else:
-            time.sleep(OTHERS_WAIT_S)  # a launcher ends all processes when the first ends
+            time.sleep(OTHERS_WAIT_S)
         return False
     return True
 

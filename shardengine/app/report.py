@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from shardengine import stages
-from shardengine.app import adapters
+from shardengine.app import adapters, flops
 from shardengine.app.data import Blocks
 from shardengine.app.settings import DROP, FROM_CONFIG, Settings
 from shardengine.checkpoint import write_text
@@ -54,6 +54,7 @@ class Report:
         self._tokens, self._seconds, self._waited, self._first = 0, 0.0, 0.0, 0
         self._started = time.monotonic()
         self._first_ended = 0.0
+        self._flops_per_token = 0.0
         self._bar: Any = None
 
     def header(self, engine: Engine, blocks: Blocks, notices: Iterable[str], plan: str) -> None:
@@ -69,6 +70,7 @@ class Report:
         if settings.resume is not None or settings.again:
             self._continue(-1 if settings.resume is None else self._first)
         unique = list(engine.module.parameters())
+        self._flops_per_token = flops.per_token(engine.module, blocks.length)
         device = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "CPU"
         groups = ", ".join(
             f"{key} {value}" for key, value in (config.optimizer.params if config.optimizer else {}).items()
@@ -153,7 +155,7 @@ class Report:
             "lr": f"{rate:.1e}",
             "grad norm": "-" if norm is None else f"{norm:.2f}",
             "tokens/s": f"{self._tokens / self._seconds:,.0f}",
-            "peak": show_bytes(peak_bytes(engine)),
+            _peak_name(engine): show_bytes(peak_bytes(engine)),
         }
         if scaling:
             skipped = f"{engine.skipped_steps} steps skipped"
@@ -207,7 +209,7 @@ class Report:
         rows = {
             how: f"step {progress.step} of {self._steps}, after {duration(time.monotonic() - self._started)}",
             "validation": f"loss {losses[0]:.3f} → {losses[-1]:.3f}" if losses else "none in metrics.jsonl",
-            "speed": f"{self._tokens / self._seconds:,.0f} tokens/s over all ranks" if made else "no step was made",
+            "speed": self._speed(engine) if made else "no step was made",
             "model state": f"{_by_tier(memory, 'measured')} per rank measured, "
             f"{_by_tier(memory, 'predicted')} predicted",
             "sent": f"{show_bytes(traffic['measured_bytes_last_step'])} per rank and step, "
@@ -216,7 +218,7 @@ class Report:
             "for communication, on rank 0"
             if made
             else "-",
-            "peak memory": f"{show_bytes(peak_bytes(engine))} on rank 0",
+            _peak_name(engine): f"{show_bytes(peak_bytes(engine))} at most on rank 0{_peak_note(engine)}",
             **({"plan": planned} if planned else {}),
             "model": f"{output / 'model'} ({_loader(engine)} loads it)",
             "also in": f"{output}: " + ", ".join(sorted(path.name for path in output.iterdir() if path.is_file())),
@@ -229,6 +231,15 @@ class Report:
         if exceeded:
             print(f"note: {exceeded}")
         sys.stdout.flush()
+
+    def _speed(self, engine: Engine) -> str:
+        """Tokens, and the model's FLOPs per rank: on a GPU that is known, as a part of what its data sheet says."""
+        tokens = self._tokens / self._seconds
+        per_rank = tokens * self._flops_per_token / engine.world_size
+        name = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else ""
+        peak = flops.peak_of(name, next(engine.module.parameters()).dtype)
+        used = f", MFU {per_rank / peak:.1%} of {peak / 1e12:g} TFLOP/s ({name})" if peak else ""
+        return f"{tokens:,.0f} tokens/s over all ranks, {per_rank / 1e12:.3g} TFLOP/s of the model per rank{used}"
 
     def sample(self, tokenizer: Any, prompt: torch.Tensor, new: torch.Tensor) -> None:
         """Generated text after its prompt; both are token ids [tokens]."""
@@ -349,6 +360,15 @@ def _loader(engine: Engine) -> str:
 
 def _of(held_out: str | None) -> str:
     return "" if held_out is None else f" of {held_out}"
+
+
+def _peak_name(engine: Engine) -> str:
+    """The plan counts what the engine and the model hold; a process on a CPU has more."""
+    return "GPU peak" if engine.device.type == "cuda" else "process"
+
+
+def _peak_note(engine: Engine) -> str:
+    return "" if engine.device.type == "cuda" else ", with libraries and what was freed and kept; no plan has these"
 
 
 def peak_bytes(engine: Engine) -> int:

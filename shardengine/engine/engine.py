@@ -30,7 +30,6 @@ from shardengine.engine import (
     comm_hooks,
     exchanging,
     export,
-    forward_inputs,
     full_access,
     joining,
     loading_weights,
@@ -189,7 +188,7 @@ class Engine(Inspection):
             core.schedule.restart()
             self._buffers_sent = False
             casting.explain(error, core.precision.cast, inputs=core.precision.inputs is not None)
-            forward_inputs.explain(error, self.module, args, kwargs, self.device, self.rank)
+            notices.explain(error, self.module, args, kwargs, self.device, self.rank)
             raise
 
     forward = __call__
@@ -198,7 +197,7 @@ class Engine(Inspection):
         """Of the first batch rank 0 says whether it is as large as the config, and as short as the model, has it."""
         self._has_seen_batch = True
         of_batch = notices.about_batch(self.train_micro_batch_size_per_gpu(), args, kwargs)
-        for notice in filter(None, (of_batch, forward_inputs.about_length(self.module, args, kwargs))):
+        for notice in filter(None, (of_batch, notices.about_length(self.module, args, kwargs))):
             _log.warning("%s", notice)
 
     def _send_buffers(self) -> None:

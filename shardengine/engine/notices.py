@@ -1,4 +1,4 @@
-"""What a user is told once of a run that works, and may not be the one that was meant.
+"""What a user is told once of a run that works, and may not be the one that was meant, and of a forward that raised.
 
 Must not know: how anything is done. Nothing depends on what is here.
 """
@@ -9,12 +9,14 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from shardengine.comm import Mesh
 from shardengine.config import NOT_CLIPPED, Config
 
 _log = logging.getLogger(__name__)
+_POSITIONS, _TOKENS = "max_position_embeddings", "input_ids"
 _NAMED = 4
 """As many shapes are named."""
 
@@ -69,6 +71,60 @@ def about_batch(micro_batch: int, args: Sequence[Any], kwargs: Mapping[str, Any]
         f"size (shapes: {shown}). Samples are counted with the config's number, and gradient_accumulation_steps "
         "follows from it where it is not given: expected the number of samples that forward is given at once on one "
         "rank"
+    )
+
+
+def about_length(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """That a sample has more tokens than ``module`` has positions, by its transformers configuration; "" if not."""
+    limit = getattr(getattr(module, "config", None), _POSITIONS, None)
+    ids = kwargs.get(_TOKENS, args[0] if args else None)
+    if not isinstance(limit, int) or not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dim() != 2:
+        return ""
+    if "position_ids" in kwargs or ids.shape[1] <= limit:
+        return ""
+    return (
+        f"{_TOKENS} has {ids.shape[1]} tokens in a row, and {type(module).__name__} has {limit} positions ("
+        f"config.{_POSITIONS}): expected rows of at most {limit}"
+    )
+
+
+def explain(
+    error: BaseException, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device,
+    rank: int,
+) -> None:  # fmt: skip
+    """Add to what the model raised a note for each usual cause that is seen: an input on another device, tokens that
+    the model does not know, more tokens than positions."""
+    given = {f"argument {place + 1}": each for place, each in enumerate(args)} | dict(kwargs)
+    for name, tensor in given.items():
+        if isinstance(tensor, Tensor) and tensor.device != device and tensor.dim():
+            error.add_note(
+                f"shardengine: {name} is on {tensor.device}, and rank {rank} computes on {device}: expected inputs on "
+                f"engine.device, as {name if name.isidentifier() else 'tensor'}.to(engine.device)"
+            )
+    if isinstance(error, IndexError) and (text := about_length(module, args, kwargs)):
+        error.add_note(f"shardengine: on rank {rank} {text}")
+    if isinstance(error, IndexError) and (text := _about_words(module, given)):
+        error.add_note(f"shardengine: on rank {rank} {text}")
+
+
+def _about_words(module: nn.Module, given: Mapping[str, Any]) -> str:
+    """That a token has no row of the embedding."""
+    words = getattr(getattr(module, "config", None), "vocab_size", None)
+    ids = given.get(_TOKENS)
+    if (
+        not isinstance(words, int)
+        or not isinstance(ids, Tensor)
+        or ids.is_floating_point()
+        or not ids.numel()
+        or not ids.is_cpu
+    ):
+        return ""
+    largest = int(ids.max())
+    if largest < words:
+        return ""
+    return (
+        f"{_TOKENS} has the token {largest}, and {type(module).__name__} knows {words} (config.vocab_size): expected "
+        "the tokenizer of this model, or model.resize_token_embeddings(len(tokenizer)) before initialize"
     )
 
 

@@ -55,9 +55,7 @@ def test_what_cannot_be_used_is_said(hub: dict[Any, Any], monkeypatch: pytest.Mo
     hub["a/b", "train"] = [{"question": "hm?", "answer": "yes"}]
     with pytest.raises(UsageError, match=r'--data a/b: has the columns answer, question; expected \{"text"'):
         hub_data.read("a/b")
-    with pytest.raises(
-        UsageError, match=r"a/b:dev: expected a file, or .* split dev: ValueError: Unknown split"
-    ):
+    with pytest.raises(UsageError, match=r"a/b:dev: expected a file, or .* split dev: ValueError: Unknown split"):
         hub_data.read("a/b:dev")
     hub["a/c", "train"] = [{"text": "words"}, {"text": " "}]
     with pytest.raises(UsageError, match=r'--eval a/c, row 2: "text" is empty'):

@@ -17,7 +17,7 @@ PACKAGE = "shardengine"
 # Each package (or file beside them) may import only what stands above it, and another package only through its front
 # door, its __init__.py. Inside a package the files may import each other as long as there is no cycle.
 IMPORT_ORDER = (
-    "errors", "version", "trace", "other_engines",
+    "errors", "uncaught", "version", "trace", "other_engines",
     "config", "stages", "kernels", "offload", "comm", "loading", "sharding", "ddp", "runtime", "optim", "budget",
     "engine", "checkpoint", "interchange", "planner", "start", "pretrained", "lion", "muon", "monitors", "__init__",
     "compat", "integrations", "app", "run", "__main__",

@@ -1,0 +1,48 @@
+"""FLOPs of a model's training and of a GPU, for MFU: the part of the one in the other. Must not know: engines.
+
+The count is that of Chowdhery et al., PaLM, appendix B: two FLOPs for each weight and token in forward, twice as many
+in backward, and 12 · layers · width of attention · tokens of the row for attention. Weights that are not trained have no
+gradient, which spares a third of theirs. What is computed again in backward does not count: no model needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+_BF16_TFLOPS: Mapping[str, float] = {
+    "B200": 2250, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H800": 989, "A100": 312, "A800": 312,
+    "L40S": 362, "L40": 181, "L4": 121, "A40": 150, "A10G": 70, "A10": 125, "RTX 4090": 165, "RTX 3090": 71,
+    "MI300X": 1307, "MI250X": 383,
+}  # fmt: skip
+"""A part of a GPU's name → its dense products in bf16 and fp16, by its data sheet; the first that is found counts."""
+
+
+def per_token(model: nn.Module, length: int) -> float:
+    """Of a step on rows of ``length`` tokens, per token."""
+    config = getattr(model, "config", None)
+    looked_up = _rows_looked_up(model)
+    flops = 0.0
+    for parameter in model.parameters():  # a tied weight once: it is multiplied where it is the output layer
+        if id(parameter) not in looked_up:
+            flops += parameter.numel() * (6 if parameter.requires_grad else 4)
+    heads, layers = getattr(config, "num_attention_heads", 0) or 0, getattr(config, "num_hidden_layers", 0) or 0
+    width = getattr(config, "hidden_size", 0) or 0
+    size = getattr(config, "head_dim", None) or (width // heads if heads else 0)
+    return flops + 12.0 * layers * heads * size * length
+
+
+def peak_of(name: str, dtype: torch.dtype) -> float:
+    """FLOP/s of the GPU of that name in ``dtype``; 0 where it is not known."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return 0.0
+    return next((1e12 * peak for part, peak in _BF16_TFLOPS.items() if part in name), 0.0)
+
+
+def _rows_looked_up(model: nn.Module) -> set[int]:
+    """Weights of which rows are read, and nothing is multiplied."""
+    tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+    multiplied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
+    return {id(table) for table in tables} - multiplied
