@@ -1,8 +1,8 @@
 """FLOPs of a model's training and of a GPU, for MFU: the part of the one in the other. Must not know: engines.
 
 The count is that of Chowdhery et al., PaLM, appendix B: two FLOPs for each weight and token in forward, twice as many
-in backward, and 12 · layers · width of attention · tokens of the row for attention. Weights that are not trained have no
-gradient, which spares a third of theirs. What is computed again in backward does not count: no model needs it.
+in backward, and 12 · layers · width of attention · tokens of the row for attention. Weights that are not trained have
+no gradient, which spares a third of theirs. What is computed again in backward does not count: no model needs it.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from shardengine.app import adapters, sources
+from shardengine.app import adapters, sources, what_fits
 from shardengine.app.data import Blocks, training_batches
 from shardengine.app.rank_sums import RankSums
 from shardengine.app.settings import Settings, check_model, read_base, read_config, require
@@ -60,22 +60,34 @@ def run(options: argparse.Namespace) -> int:
     require("transformers", extra="hf", what="plan --model")
     if options.plot is not None:
         _check_plot(Path(options.plot))
-    hardware = Hardware.parse(
-        options.gpus, host_memory=options.host_memory, nvme=options.nvme, node_ranks=options.node, link=options.link,
-        node_link=options.node_link, tflops=options.tflops, memory=options.gpu_memory_speed,
-    )  # fmt: skip
+    hardware = _hardware(options)
     if Path(options.model).name != "config.json":
         check_model(options.model)
     model = lambda: model_of(options.model, options.lora, script=options.script)  # noqa: E731
     if options.choose or options.write is not None:
         return _choose(options, hardware, model)
-    config = read_config(_source(options), hardware.ranks, micro_batch=options.micro_batch)
     logging.getLogger("shardengine").setLevel(logging.ERROR)  # of a run that is none
-    found = plan(model, config, hardware, length=options.length, in_slices=not options.script)
+    found = _planned(options, model)
     if options.plot is not None:
         draw(found, Path(options.plot), options.model)
-    print(json.dumps(found.as_dict(), indent=2) if options.json else text_of(found))
+    print(json.dumps(found.as_dict(), indent=2) if options.json else text_of(found), flush=True)
+    if not found.fits and not options.json:
+        for line in what_fits.sentences(options, found, lambda changed: _planned(changed, model)):
+            print(line, flush=True)
     return 0 if found.fits else 1
+
+
+def _planned(options: argparse.Namespace, model: Callable[[], Any]) -> Plan:
+    hardware = _hardware(options)
+    config = read_config(_source(options), hardware.ranks, micro_batch=options.micro_batch)
+    return plan(model, config, hardware, length=options.length, in_slices=not options.script)
+
+
+def _hardware(options: argparse.Namespace) -> Hardware:
+    return Hardware.parse(
+        options.gpus, host_memory=options.host_memory, nvme=options.nvme, node_ranks=options.node, link=options.link,
+        node_link=options.node_link, tflops=options.tflops, memory=options.gpu_memory_speed,
+    )  # fmt: skip
 
 
 def _source(options: argparse.Namespace) -> sources.Source:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +16,9 @@ import torch
 
 import shardengine
 from shardengine import Choice, Hardware
-from shardengine.app import dry_run, planning
+from shardengine.app import dry_run, planning, what_fits
 from shardengine.app.cli import main
+from shardengine.config import load_config
 from shardengine.planner import machine
 from tests.app import tiny_chat
 
@@ -59,6 +63,53 @@ def test_it_prints_what_each_tier_needs(tmp_path: Path, config: str, capsys: pyt
     found = json.loads(capsys.readouterr().out)
     assert found["fits"] is False and found["batch"] == [400, 64] and found["ranks"] == 2
     assert found["tiers"]["host"]["at_peak"].keys() >= {"states"}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--gpus", "2x1.1GB", "--micro-batch", "400"], "--micro-batch 1"),
+        (["--gpus", "2x1.1GB", "--length", "64", "--set", "train_micro_batch_size_per_gpu=256"], "--micro-batch 1"),
+        (["--gpus", "1.0739GB"], "nothing that was tried fits"),
+    ],
+)
+def test_what_does_not_fit_ends_with_what_does_and_its_command(
+    given: list[str], words: str, tmp_path: Path, config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the host's memory there is enough, and a GPU of 1.0739 GB has 0.2 MB beside what is left to CUDA."""
+    command = ["plan", "--model", folder_of(tmp_path, GPT2), "--config", config, *given]
+    assert main(command) == 1
+    lines = capsys.readouterr().out.splitlines()
+    place = lines.index("looking for the smallest change with which it fits …")
+    if words.startswith("nothing"):
+        assert lines[place + 1].startswith(words) and len(lines) == place + 2
+        return
+    assert lines[place + 1].startswith(f"it fits with {words}: GPU: fits, ")
+    assert main(shlex.split(lines[place + 2])[1:]) == 0
+
+
+def test_only_the_changes_that_are_needed_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def planned(options: Any) -> Any:
+        asked.append(list(options.set or ()))
+        fits = "activation_checkpointing.enabled=true" in asked[-1] and options.length == 512
+        return SimpleNamespace(fits=fits, sentences=lambda: ["GPU: fits"])
+
+    options = argparse.Namespace(
+        model="m", gpus="4x24GB", host_memory=None, nvme=None, node=None, config="c", length=None, micro_batch=None,
+        lr=None, lora=None, set=["bf16.enabled=true"], script=False,
+    )  # fmt: skip
+    config_ = load_config({"train_micro_batch_size_per_gpu": 4})
+    hardware = Hardware.parse("4x24GB")
+    found: Any = SimpleNamespace(config=config_, hardware=hardware, shape=(4, 2048))
+    lines = list(what_fits.sentences(options, found, planned))
+    assert lines[1] == "it fits with --set activation_checkpointing.enabled=true --length 512: GPU: fits"
+    assert lines[2] == (
+        "  shardengine plan --model m --gpus 4x24GB --config c --length 512 --set bf16.enabled=true "
+        "--set activation_checkpointing.enabled=true"
+    )
+    assert all(each[0] == "bf16.enabled=true" for each in asked)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

@@ -1,0 +1,124 @@
+"""Of a plan that does not fit: the smallest change with which it does, and the command for that.
+
+Owns: which changes are tried, in what order, from those that change nothing but time to those that change the training.
+Must not know: how a plan is made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from shardengine.errors import ConfigError, UsageError
+from shardengine.planner import Plan
+
+_SHORTEST = 256
+"""Tokens: shorter rows are not proposed."""
+_ZERO = "zero_optimization"
+
+
+class _Change(NamedTuple):
+    """option: of ``shardengine plan`` · value: of it; of a --set KEY=VALUE, which is added to those that are there."""
+
+    option: str
+    value: str
+
+    def __str__(self) -> str:
+        return f"{self.option} {shlex.quote(self.value)}"
+
+    def applied(self, options: argparse.Namespace) -> argparse.Namespace:
+        found = copy.copy(options)
+        name = self.option.removeprefix("--").replace("-", "_")
+        if name == "set":
+            found.set = [*(options.set or ()), self.value]
+        else:
+            setattr(found, name, self.value if name == "gpus" else int(self.value))
+        return found
+
+
+def sentences(options: argparse.Namespace, found: Plan, planned: Callable[[argparse.Namespace], Plan]) -> Iterator[str]:
+    """What fits, for people. found: the plan of ``options``, which does not · planned: makes another one."""
+    yield "looking for the smallest change with which it fits …"
+    chosen = _chosen(options, found, planned)
+    if chosen is None:
+        yield (
+            "nothing that was tried fits: smaller micro-batches, stage 3, activations computed again, host memory "
+            "(--host-memory), shorter rows, four times the GPUs; --choose tries more, also a disk (--nvme)"
+        )
+        return
+    changes, plan = chosen
+    words = " ".join(map(str, changes))
+    yield f"it fits with {words}: {'; '.join(plan.sentences())}"
+    yield f"  {_command(_all(options, changes))}"
+
+
+def _chosen(
+    options: argparse.Namespace, found: Plan, planned: Callable[[argparse.Namespace], Plan]
+) -> tuple[Sequence[_Change], Plan] | None:
+    """Changes are added until it fits; then those that were not needed are taken back, the first ones first."""
+    taken: list[_Change] = []
+    for change in _changes(options, found):
+        taken = [each for each in taken if each.option == "--set" or each.option != change.option] + [change]
+        plan = _tried(_all(options, taken), planned)
+        if plan is None:
+            taken.remove(change)
+        elif plan.fits:
+            break
+    else:
+        return None
+    for change in taken[:-1]:
+        fewer = [each for each in taken if each is not change]
+        less = _tried(_all(options, fewer), planned)
+        if less is not None and less.fits:
+            taken, plan = fewer, less
+    return taken, plan
+
+
+def _changes(options: argparse.Namespace, found: Plan) -> Iterator[_Change]:
+    config, hardware = found.config, found.hardware
+    if (config.train_micro_batch_size_per_gpu or 1) > 1:
+        yield _Change("--micro-batch", "1")
+    if hardware.ranks > 1 and config.zero_optimization.stage < 3:
+        yield _Change("--set", f"{_ZERO}.stage=3")
+    if not config.activation_checkpointing.enabled:
+        yield _Change("--set", "activation_checkpointing.enabled=true")
+    if hardware.host_bytes is not None:
+        yield _Change("--set", f"{_ZERO}.offload_optimizer.device=cpu")
+        if config.zero_optimization.stage < 3 and hardware.ranks == 1:
+            yield _Change("--set", f"{_ZERO}.stage=3")
+        yield _Change("--set", f"{_ZERO}.offload_param.device=cpu")
+    length = found.shape[1] // 2 if len(found.shape) == 2 else 0
+    while length >= _SHORTEST:
+        yield _Change("--length", str(length))
+        length //= 2
+    size = options.gpus.lower().partition("x")[2] or options.gpus
+    for times in (2, 4):
+        yield _Change("--gpus", f"{times * hardware.ranks}x{size.upper().replace('GIB', 'GiB')}")
+
+
+def _tried(options: argparse.Namespace, planned: Callable[[argparse.Namespace], Plan]) -> Plan | None:
+    """None: the config, or the model, does not go with it."""
+    try:
+        return planned(options)
+    except (ConfigError, UsageError):
+        return None
+
+
+def _all(options: argparse.Namespace, changes: Sequence[_Change]) -> argparse.Namespace:
+    for change in changes:
+        options = change.applied(options)
+    return options
+
+
+def _command(options: argparse.Namespace) -> str:
+    """``shardengine plan`` with these options, in the order of its help."""
+    words = ["shardengine", "plan"]
+    for name in ("model", "gpus", "host_memory", "nvme", "node", "config", "length", "micro_batch", "lr", "lora"):
+        value = getattr(options, name)
+        words += [f"--{name.replace('_', '-')}", str(value)] if value is not None else []
+    for change in options.set or ():
+        words += ["--set", change]
+    return shlex.join([*words, *(["--script"] if options.script else [])])
