@@ -7,7 +7,6 @@ import re
 import shlex
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,29 +15,8 @@ from shardengine.app.cli import main
 from shardengine.app.settings import Settings
 from shardengine.config import load_config
 from shardengine.errors import ConfigError, UsageError
+from tests.support import hub_models
 
-MODELS: dict[str, dict[str, Any]] = {
-    "meta-llama/Llama-3.1-8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
-    "meta-llama/Llama-3.1-70B": {
-        "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
-    },
-    "meta-llama/Llama-3.2-3B": {
-        "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24,
-        "tie_word_embeddings": True,
-    },
-    "Qwen/Qwen3-0.6B": {
-        "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
-        "tie_word_embeddings": True,
-    },
-    "Qwen/Qwen3-14B": {
-        "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40,
-    },
-}  # fmt: skip
-"""What their own config.json says of shapes."""
-OF_A_KIND: dict[str, dict[str, Any]] = {
-    "meta-llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256},
-    "Qwen": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936},
-}
 RECIPES = {name: path for name, path in sources.recipes().items() if name != "demo"}
 
 
@@ -105,15 +83,6 @@ def test_epochs_are_steps_of_the_data(epochs: float | None, steps: int) -> None:
     assert (settings.steps, settings.planned_steps) == (steps, steps)
 
 
-def folder_of(name: str, place: Path) -> str:
-    folder = place / name.replace("/", "-")
-    folder.mkdir()
-    common = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960}
-    tree = {**common, "dtype": "bfloat16", **OF_A_KIND[name.partition("/")[0]], **MODELS[name]}
-    (folder / "config.json").write_text(json.dumps(tree), encoding="utf-8")
-    return str(folder)
-
-
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_fits_what_it_is_named_after(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tree = json.loads(RECIPES[name].read_text(encoding="utf-8"))
@@ -124,7 +93,7 @@ def test_a_recipe_fits_what_it_is_named_after(name: str, tmp_path: Path, capsys:
     for option in ("--config", "--model", "--length", "--lora"):
         assert (option in given) == (option in train)
         assert option not in given or train[train.index(option) + 1] == given[option]
-    command[command.index("--model") + 1] = folder_of(given["--model"], tmp_path)
+    command[command.index("--model") + 1] = hub_models.folder_of(given["--model"], tmp_path)
     assert main(command[1:]) == 0, capsys.readouterr().out
     assert "GPU: fits, " in capsys.readouterr().out
     assert load_config(RECIPES[name]).notices == ()
