@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardengine import kernels
-from shardengine.planner.ledger import Mode, tensors_in
+from shardengine.planner.ledger import Mode, Seen, tensors_in
 
 _NONE: Mapping[nn.Module, Any] = MappingProxyType({})
 LARGE = 1 << 20
@@ -42,10 +42,12 @@ _FROM_META = (_aten._to_copy.default, _aten.empty_like.default)
 
 
 class NoValues(Mode):
-    """Inside, what is made of floating-point numbers, or is large, is fake ([Note: Without values])."""
+    """Inside, what is made of floating-point numbers, or is large, is fake ([Note: Without values]). seen: hear of each
+    operation: a mode of its own for each would cost as much as this one."""
 
-    def __init__(self) -> None:
+    def __init__(self, *seen: Seen) -> None:
         super().__init__()
+        self._seen = seen
         from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -58,6 +60,12 @@ class NoValues(Mode):
         if func is _DEVICE and isinstance(args[0], self._kind):
             return args[0].fake_device  # asked more often than all else; torch dispatches it as an operation
         kwargs = kwargs or {}
+        result = self._answer(func, args, kwargs)
+        for seen in self._seen:
+            seen(func, args, kwargs, result)
+        return result
+
+    def _answer(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         tensors = [*tensors_in(args), *(tensors_in(tuple(kwargs.values())) if kwargs else ())]
         if not tensors:
             return self._make(func, args, kwargs)
@@ -120,7 +128,8 @@ def _device(kwargs: Mapping[str, Any], otherwise: str) -> torch.device:
 
 def _address(tensor: Tensor) -> int:
     """Another one for each byte of each storage, as large as that may be."""
-    return (tensor.untyped_storage()._cdata << 64) + tensor.storage_offset() * tensor.element_size()
+    with torch._C.DisableTorchFunctionSubclass():  # of weights that are not to be read the address is
+        return (tensor.untyped_storage()._cdata << 64) + tensor.storage_offset() * tensor.element_size()
 
 
 class KeptOnGpu(TorchFunctionMode):
@@ -174,9 +183,11 @@ _DROPOUT_P = 4
 
 
 @contextmanager
-def without_values(*, on_gpu: bool = False, report: kernels.Report | None = None) -> Iterator[NoValues]:
-    """Inside, tensors have no values; an engine that is made inside of it, too, whose end is inside. on_gpu: they stand
-    for a GPU's (``KeptOnGpu``) · report: as for ``kernels.without_values``."""
+def without_values(
+    *seen: Seen, on_gpu: bool = False, report: kernels.Report | None = None
+) -> Iterator[NoValues]:
+    """Inside, tensors have no values; an engine that is made inside of it, too, whose end is inside. seen: as for
+    ``NoValues`` · on_gpu: they stand for a GPU's (``KeptOnGpu``) · report: as for ``kernels.without_values``."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     with ExitStack() as last:
@@ -189,7 +200,7 @@ def without_values(*, on_gpu: bool = False, report: kernels.Report | None = None
             last.enter_context(mode := KeptOnGpu())
             last.enter_context(mode.also_in_backward())
         last.enter_context(patch.object(FakeTensor, "data_ptr", _address, create=True))
-        yield last.enter_context(NoValues())
+        yield last.enter_context(NoValues(*seen))
 
 
 _CONTAINERS = (list, dict, set)
