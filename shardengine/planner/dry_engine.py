@@ -235,9 +235,9 @@ def dry_run(
     wire = SilentWire(place.ranks, recorder, host_waits=not place.apart)
     with ExitStack() as last:
         last.enter_context(_as_always())
-        mode = last.enter_context(without_values(on_gpu=place.apart, report=recorder.kernel))
-        last.enter_context(ledger)
-        last.enter_context(recorder)
+        last.enter_context(ledger.counting())
+        seen = without_values(ledger.saw, recorder.saw, on_gpu=place.apart, report=recorder.kernel)
+        mode = last.enter_context(seen)
         ledger.begin(INITIALIZE)
         model = make(mode)
         parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -272,7 +272,7 @@ def dry_run(
             time.perf_counter() - began, tape,
         )  # fmt: skip
         ledger.begin("")
-        engine.close()
+        engine.close(restore=False)
     return found
 
 

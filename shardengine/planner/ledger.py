@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -40,6 +41,10 @@ class _Storage:
     number: int
     ends: weakref.ref[torch.UntypedStorage]
     bytes: int
+
+
+Seen = Callable[[Any, Sequence[Any], Mapping[str, Any], Any], None]
+"""Hears of an operation what it was given, by place and by name, and what it returned."""
 
 
 class Mode(TorchDispatchMode):
@@ -72,6 +77,19 @@ class Ledger(Mode):
 
     def __enter__(self) -> Any:
         """Count."""
+        self._counts = self.counting()
+        self._counts.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        """Count no longer."""
+        super().__exit__(*error)
+        self._counts.__exit__(*error)
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Inside, what ``saw`` is told counts, and storages that are resized; after it, what is alive is not heard of
+        any more. For a mode that tells it, in the place of a mode of its own."""
         resize = torch.UntypedStorage.resize_
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
@@ -79,14 +97,8 @@ class Ledger(Mode):
             self._see(storage)
             return result
 
-        self._patch = patch.object(torch.UntypedStorage, "resize_", resized)
-        self._patch.start()
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        """Count no longer; what is alive is not heard of any more."""
-        super().__exit__(*error)
-        self._patch.stop()
+        with patch.object(torch.UntypedStorage, "resize_", resized):
+            yield
         self._alive.clear()
 
     def __torch_dispatch__(
@@ -94,10 +106,14 @@ class Ledger(Mode):
     ) -> Any:
         """One operation."""
         result = func(*args, **(kwargs or {}))
+        self.saw(func, args, {}, result)
+        return result
+
+    def saw(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """As ``Seen``."""
         for each in tensors_in(result):
             if _has_bytes(each):
                 self._see(each.untyped_storage())
-        return result
 
     def begin(self, phase: str, unit: str = "") -> None:
         """What is made or ends from now on does so in ``phase``, in ``unit``."""

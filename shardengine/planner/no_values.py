@@ -21,20 +21,25 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from shardengine import kernels
-from shardengine.planner.ledger import Mode, tensors_in
+from shardengine.planner.ledger import Mode, Seen, tensors_in
 
 _NONE: Mapping[nn.Module, Any] = MappingProxyType({})
 LARGE = 1 << 20
 """Bytes from which any tensor that is made is fake."""
 _aten = torch.ops.aten
+_CPU, _META = torch.device("cpu"), torch.device("meta")
 _MAKERS = frozenset({"aten::empty", "aten::zeros", "aten::ones", "aten::full", "aten::rand", "aten::randn",
                      "aten::empty_strided", "aten::new_empty"})  # fmt: skip
 _DEVICE = torch.ops.prim.device.default
 _PLAIN = frozenset({_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.mul.Scalar, _aten.neg.default,
-                    _aten.mm.default, _aten._unsafe_view.default, _aten.clone.default})  # fmt: skip
+                    _aten.mm.default, _aten._unsafe_view.default, _aten.clone.default, _aten.div.Tensor,
+                    _aten.div.Scalar, _aten.pow.Tensor_Scalar, _aten.rsqrt.default, _aten.mean.dim,
+                    _aten.sum.dim_IntList, _aten.silu.default, _aten.cat.default})  # fmt: skip
+"""What these return follows from shapes, dtypes and strides alone, as the meta device computes it."""
+_LIKE = frozenset({_aten.empty_like.default, _aten.new_empty.default})
+"""Make a tensor like another one."""
 _IN_PLACE = frozenset({_aten.copy_.default, _aten.zero_.default, _aten.fill_.Scalar, _aten.add_.Tensor,
                        _aten.mul_.Tensor, _aten.div_.Tensor})  # fmt: skip
 """Of these the first argument is the result, whatever the others are."""
@@ -42,14 +47,17 @@ _FROM_META = (_aten._to_copy.default, _aten.empty_like.default)
 
 
 class NoValues(Mode):
-    """Inside, what is made of floating-point numbers, or is large, is fake ([Note: Without values])."""
+    """Inside, what is made of floating-point numbers, or is large, is fake ([Note: Without values]). seen: hear of each
+    operation: a mode of its own for each would cost as much as this one."""
 
-    def __init__(self) -> None:
+    def __init__(self, *seen: Seen) -> None:
         super().__init__()
+        self._seen = seen
         from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._kind = FakeTensor
+        self._on_cpu = vars(FakeTensor(self._fake, torch.empty(0, device="meta"), _CPU))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -58,12 +66,23 @@ class NoValues(Mode):
         if func is _DEVICE and isinstance(args[0], self._kind):
             return args[0].fake_device  # asked more often than all else; torch dispatches it as an operation
         kwargs = kwargs or {}
+        result = self._answer(func, args, kwargs)
+        for seen in self._seen:
+            seen(func, args, kwargs, result)
+        return result
+
+    def _answer(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        kind = self._kind
         tensors = [*tensors_in(args), *(tensors_in(tuple(kwargs.values())) if kwargs else ())]
         if not tensors:
             return self._make(func, args, kwargs)
-        if any(isinstance(each, self._kind) for each in tensors):
-            if (func.is_view or func in _PLAIN) and all(isinstance(each, self._kind) for each in tensors):
-                return self._of_meta(func, args, kwargs, tensors[0].fake_device)
+        fakes = sum([isinstance(each, kind) for each in tensors])
+        if fakes:
+            if fakes == len(tensors):
+                if func.is_view or func in _PLAIN:
+                    return self._of_meta(func, args, kwargs)
+                if func in _LIKE and _device(kwargs, "cpu").type == "cpu" and not kwargs.get("pin_memory"):
+                    return self._of_meta(func, args, {**kwargs, "device": _META})
             if func in _IN_PLACE:
                 return args[0]
             if func is _aten._local_scalar_dense.default:
@@ -76,16 +95,28 @@ class NoValues(Mode):
             return self.empty(tensors[0], kwargs.get("dtype"))
         return func(*args, **kwargs)
 
-    def _of_meta(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device) -> Any:
+    def _of_meta(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What torch's fake mode does for these operations, in a sixth of its time: it asks a cache of all operations,
         which takes longer than the operation of the meta device."""
-        from torch._subclasses.fake_tensor import in_kernel_invocation_manager
-
-        with in_kernel_invocation_manager(self._fake):
-            found = func(*args, **kwargs)
+        fake = self._fake
+        with torch._C._DisableTorchDispatch(), torch._C._PreserveDispatchKeyGuard():
+            fake.in_kernel_invocation = True
+            torch._C._set_meta_in_tls_dispatch_include(True)
+            try:
+                found = func(*args, **kwargs)
+            finally:
+                fake.in_kernel_invocation = False
         if isinstance(found, (list, tuple)):
-            return type(found)(self._kind(self._fake, each, device) for each in found)
-        return self._kind(self._fake, found, device)
+            return type(found)([self._shown(each) for each in found])
+        return self._shown(found)
+
+    def _shown(self, made: Tensor) -> Tensor:
+        """``FakeTensor(mode, made, device)`` of the CPU, in a quarter of its time: what it keeps of itself is the same
+        for each."""
+        found = Tensor._make_subclass(self._kind, made, made.requires_grad, dispatch_device=True, device_for_backend_keys=_CPU)
+        torch._C._set_throw_on_mutable_data_ptr(found)
+        vars(found).update(self._on_cpu)
+        return found
 
     @staticmethod
     def _number(dtype: torch.dtype) -> bool | float | int:
@@ -104,14 +135,15 @@ class NoValues(Mode):
         dtype = kwargs.get("dtype") or (torch.int64 if whole else torch.get_default_dtype())
         count = torch.Size(args[0]).numel()
         if (dtype.is_floating_point and len(args[0])) or count * dtype.itemsize >= LARGE:
-            with self._fake:
-                return func(*args, **kwargs)
+            if kwargs.get("pin_memory"):
+                with self._fake:
+                    return func(*args, **kwargs)
+            return self._shown(func(*args, **{**kwargs, "device": _META}))
         return func(*args, **kwargs)
 
     def empty(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """A fake tensor of the shape and strides of ``like``."""
-        with self._fake:
-            return torch.empty_strided(like.shape, like.stride(), dtype=dtype or like.dtype)
+        return self._shown(torch.empty_strided(like.shape, like.stride(), dtype=dtype or like.dtype, device=_META))
 
 
 def _device(kwargs: Mapping[str, Any], otherwise: str) -> torch.device:
@@ -120,63 +152,50 @@ def _device(kwargs: Mapping[str, Any], otherwise: str) -> torch.device:
 
 def _address(tensor: Tensor) -> int:
     """Another one for each byte of each storage, as large as that may be."""
-    return (tensor.untyped_storage()._cdata << 64) + tensor.storage_offset() * tensor.element_size()
+    with torch._C.DisableTorchFunctionSubclass():  # of weights that are not to be read the address is
+        return (tensor.untyped_storage()._cdata << 64) + tensor.storage_offset() * tensor.element_size()
 
 
-class KeptOnGpu(TorchFunctionMode):
-    """Inside, operations of which a GPU keeps something else for backward than a CPU keep that.
+@contextmanager
+def kept_on_gpu() -> Iterator[None]:
+    """Inside, operations of which a GPU keeps something else for backward than a CPU keep that, also where backward
+    computes them again.
 
     dropout: a mask of bytes, not of the input's dtype · scaled_dot_product_attention with dropout: what attention keeps
     without, its mask being drawn again; a CPU keeps all probabilities.
     """
+    whole = torch._C.DispatchKey.CompositeImplicitAutograd
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """One call."""
-        kwargs = dict(kwargs or {})
-        if func in (torch.dropout, nn.functional.dropout):
-            values, chance, training = (_of_torch if func is torch.dropout else _of_functional)(*args, **kwargs)
+    def of_dropout(func: Any) -> Callable[[Tensor, float, bool], Tensor]:
+        def dropout(values: Tensor, chance: float, training: bool) -> Tensor:
             if training and 0 < chance < 1:
                 return torch.native_dropout(values, chance, True)[0]
-        elif func is nn.functional.scaled_dot_product_attention:
-            args = (*args[:_DROPOUT_P], 0.0, *args[_DROPOUT_P + 1 :]) if len(args) > _DROPOUT_P else args
-            kwargs |= {"dropout_p": 0.0} if "dropout_p" in kwargs else {}
-        return func(*args, **kwargs)
+            return func._op_dk(whole, values, chance, training)  # type: ignore[no-any-return]
 
-    def also_in_backward(self) -> Any:
-        """Inside, what backward computes again is done so, too: torch sets function modes aside for a backward."""
-        run: Callable[..., Any] = vars(torch.autograd)["_engine_run_backward"]
+        return dropout
 
-        def with_mode(*args: Any, **kwargs: Any) -> Any:
-            with self:
-                return run(*args, **kwargs)
+    attend = _aten.scaled_dot_product_attention.default
 
-        return patch.object(torch.autograd, "_engine_run_backward", with_mode)
+    def attention(query: Tensor, key: Tensor, value: Tensor, mask: Any = None, _: float = 0.0, *more: Any, **rest: Any) -> Tensor:
+        return attend._op_dk(whole, query, key, value, mask, 0.0, *more, **rest)  # type: ignore[no-any-return]
 
-
-def _of_torch(input: Tensor, p: float, train: bool) -> tuple[Tensor, float, bool]:
-    """The arguments of ``torch.dropout``, by its names."""
-    return input, p, train
-
-
-def _of_functional(
-    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> tuple[Tensor, float, bool]:
-    """Those of ``nn.functional.dropout``."""
-    return input, p, training
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        for func in (_aten.dropout.default, _aten.dropout_.default):
+            library.impl(func._schema.name.removeprefix("aten::"), of_dropout(func), "AutogradCPU")
+        library.impl("scaled_dot_product_attention", attention, "AutogradCPU")
+        yield
 
 
 _one_at_a_time = threading.RLock()
 """Threads that plan wait for each other: some of what is replaced inside is the process's."""
-_DROPOUT_P = 4
-"""Its place among the arguments of attention."""
 
 
 @contextmanager
-def without_values(*, on_gpu: bool = False, report: kernels.Report | None = None) -> Iterator[NoValues]:
-    """Inside, tensors have no values; an engine that is made inside of it, too, whose end is inside. on_gpu: they stand
-    for a GPU's (``KeptOnGpu``) · report: as for ``kernels.without_values``."""
+def without_values(
+    *seen: Seen, on_gpu: bool = False, report: kernels.Report | None = None
+) -> Iterator[NoValues]:
+    """Inside, tensors have no values; an engine that is made inside of it, too, whose end is inside. seen: as for
+    ``NoValues`` · on_gpu: they stand for a GPU's (``kept_on_gpu``) · report: as for ``kernels.without_values``."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     with ExitStack() as last:
@@ -186,10 +205,9 @@ def without_values(*, on_gpu: bool = False, report: kernels.Report | None = None
         last.enter_context(torch.compiler.set_stance("force_eager"))
         last.enter_context(kernels.without_values(report))
         if on_gpu:
-            last.enter_context(mode := KeptOnGpu())
-            last.enter_context(mode.also_in_backward())
+            last.enter_context(kept_on_gpu())
         last.enter_context(patch.object(FakeTensor, "data_ptr", _address, create=True))
-        yield last.enter_context(NoValues())
+        yield last.enter_context(NoValues(*seen))
 
 
 _CONTAINERS = (list, dict, set)

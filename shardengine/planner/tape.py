@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shardengine.planner import costs
-from shardengine.planner.ledger import Mode, tensors_in
+from shardengine.planner.ledger import tensors_in
 
 _READ = torch.ops.aten._local_scalar_dense.default
 
@@ -152,14 +152,13 @@ class Tape:
         return (event for event in self.events if isinstance(event, Begin))
 
 
-class Recorder(Mode):
-    """Writes a tape, inside and between ``start`` and ``stop``.
+class Recorder:
+    """Writes a tape between ``start`` and ``stop``.
 
     is_host: whether the memory of a tensor is the host's, where the device is apart · phase: what goes on.
     """
 
     def __init__(self, apart: bool, is_host: Callable[[Tensor], bool], phase: Callable[[], str]) -> None:
-        super().__init__()
         from torch._subclasses.fake_tensor import FakeTensor
 
         self._fake = FakeTensor
@@ -205,14 +204,10 @@ class Recorder(Mode):
             self.tape.events.append(Phase(phase))
         self.tape.events.append(event)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """One operation."""
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+    def saw(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """As ``Seen``."""
         if not self._on:
-            return result
+            return
         if func is _READ and isinstance(args[0], self._fake):
             self._read(args[0])
         elif not costs.is_work(func):
@@ -221,7 +216,6 @@ class Recorder(Mode):
             tensors = [*tensors_in(args), *tensors_in(tuple(kwargs.values())), *tensors_in(result)]
             if any(isinstance(each, self._fake) for each in tensors):
                 self._operation(func, args, kwargs, result, tensors)
-        return result
 
     def _read(self, value: Tensor) -> None:
         """The host asks for a number, and waits for what it comes from."""
@@ -231,7 +225,7 @@ class Recorder(Mode):
             self.note(Wait(number, True))
 
     def _operation(
-        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any, tensors: Sequence[Tensor]
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, tensors: Sequence[Tensor]
     ) -> None:
         sides = {self._is_host(each) for each in tensors if isinstance(each, self._fake)} if self._apart else {False}
         if len(sides) > 1 and costs.name_of(func) == "copy_":
