@@ -113,7 +113,9 @@ class NoValues(Mode):
     def _shown(self, made: Tensor) -> Tensor:
         """``FakeTensor(mode, made, device)`` of the CPU, in a quarter of its time: what it keeps of itself is the same
         for each."""
-        found = Tensor._make_subclass(self._kind, made, made.requires_grad, dispatch_device=True, device_for_backend_keys=_CPU)
+        found = Tensor._make_subclass(
+            self._kind, made, made.requires_grad, dispatch_device=True, device_for_backend_keys=_CPU
+        )
         torch._C._set_throw_on_mutable_data_ptr(found)
         vars(found).update(self._on_cpu)
         return found
@@ -176,7 +178,9 @@ def kept_on_gpu() -> Iterator[None]:
 
     attend = _aten.scaled_dot_product_attention.default
 
-    def attention(query: Tensor, key: Tensor, value: Tensor, mask: Any = None, _: float = 0.0, *more: Any, **rest: Any) -> Tensor:
+    def attention(
+        query: Tensor, key: Tensor, value: Tensor, mask: Any = None, _: float = 0.0, *more: Any, **rest: Any
+    ) -> Tensor:
         return attend._op_dk(whole, query, key, value, mask, 0.0, *more, **rest)  # type: ignore[no-any-return]
 
     with torch.library._scoped_library("aten", "IMPL") as library:
@@ -191,9 +195,7 @@ _one_at_a_time = threading.RLock()
 
 
 @contextmanager
-def without_values(
-    *seen: Seen, on_gpu: bool = False, report: kernels.Report | None = None
-) -> Iterator[NoValues]:
+def without_values(*seen: Seen, on_gpu: bool = False, report: kernels.Report | None = None) -> Iterator[NoValues]:
     """Inside, tensors have no values; an engine that is made inside of it, too, whose end is inside. seen: as for
     ``NoValues`` · on_gpu: they stand for a GPU's (``kept_on_gpu``) · report: as for ``kernels.without_values``."""
     from torch._subclasses.fake_tensor import FakeTensor

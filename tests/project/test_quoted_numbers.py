@@ -452,3 +452,22 @@ def test_no_interval_is_quoted_that_no_result_has(name: str) -> None:
     found = re.findall(r"\d+(?:\.\d+)?(?: ms)? \[\d+(?:\.\d+)?, \d+(?:\.\d+)?\]", page(name))
     assert not [interval for interval in found if interval not in known]
     assert found or name not in (README, BENCHMARKS, OFFLOAD)
+
+
+def test_memory_of_stages_is_what_the_formulas_say() -> None:
+    """README's table, of 8 billion parameters on 4 ranks, beside the formulas of docs/limits.md."""
+    _, _, text = (ROOT / LIMITS).read_text(encoding="utf-8").partition("## Memory of model state per rank\n")
+    rows = re.findall(r"^\| ([0-3]) \| ([^|]*Ψ[^|]*) \| ([^|]*Ψ[^|]*) \|$", text, re.MULTILINE)
+    assert [stage for stage, *_ in rows] == list("0123")
+    lines = [line for line in (ROOT / README).read_text(encoding="utf-8").splitlines() if " GB |" in line]
+    for column, line in enumerate(lines, 1):
+        shown = [int(number) for number in re.findall(r"(\d+) GB", line)]
+        assert shown == [sum(_bytes(term) for term in row[column].split("+")) / 1e9 for row in rows]
+    assert len(lines) == 2
+
+
+def _bytes(term: str) -> float:
+    """``12Ψ/N`` or ``4Ψ``."""
+    found = re.fullmatch(r"(\d+)Ψ(/N)?", term.strip())
+    assert found, term
+    return int(found[1]) * 8e9 / (4 if found[2] else 1)

@@ -7,6 +7,7 @@ A block that begins with imports is a script of its own. Other Python blocks of 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -117,11 +118,12 @@ def as_config(block: str) -> dict[str, Any]:
     return GIVEN | json.loads(block)
 
 
-def run_script(block: str, folder: str) -> None:
-    """As ``torchrun`` would."""
+def run_script(block: str, folder: str) -> str:
+    """As ``torchrun`` would; what it printed."""
     torch.manual_seed(0)
-    with contextlib.chdir(folder), contextlib.redirect_stdout(None):
+    with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as said:
         exec(compile(block, "script", "exec"), {"__name__": "__main__"})
+    return said.getvalue()
 
 
 def run_part(block: str, config: dict[str, Any], folder: str) -> float:
@@ -167,9 +169,13 @@ def test_the_pages_have_code() -> None:
 
 @pytest.mark.parametrize("index", range(len(SCRIPTS)), ids=lambda index: f"{SCRIPTS[index][0]}-{index}")
 def test_scripts_run(pools: Callable[[int], RankPool], forks: Forks, tmp_path: Path, index: int) -> None:
-    _, block = SCRIPTS[index]
+    page, block = SCRIPTS[index]
     if "shardengine.launch" not in block and not is_of_framework(block):
-        pools(RANKS).run(run_script, block, str(tmp_path))
+        said, other = pools(RANKS).run(run_script, block, str(tmp_path))
+        if page == "docs/getting-started.md":
+            losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", said)]
+            assert len(losses) == 6 and losses == sorted(losses, reverse=True) and losses[-1] < 0.5 * losses[0], said
+            assert other == "", "rank 0 prints for all"
         assert "save_pretrained" not in block or list(tmp_path.rglob("model.safetensors"))
         return
     if is_of_framework(block):
