@@ -53,7 +53,7 @@ class Report:
         self._validations: list[tuple[int, float]] = []
         self._tokens, self._seconds, self._waited, self._first = 0, 0.0, 0.0, 0
         self._started = time.monotonic()
-        self._first_ended = 0.0
+        self._made, self._first_ended = 0, 0.0
         self._flops_per_token = 0.0
         self._bar: Any = None
 
@@ -132,8 +132,9 @@ class Report:
         if not self._enabled:
             return
         tokens = progress.tokens
-        if not self._losses:
+        if not self._made:
             self._first_ended = time.monotonic()
+        self._made += 1
         self._tokens += tokens
         self._seconds += progress.seconds
         self._waited += progress.waited
@@ -174,7 +175,7 @@ class Report:
     def _seconds_per_step(self) -> float:
         """With validations and checkpoints between steps, and without the start. The first step, which is slower than
         others, counts only while there is no other."""
-        later = len(self._losses) - 1
+        later = self._made - 1
         return (time.monotonic() - self._first_ended) / later if later else self._seconds
 
     def validation(self, step: int, loss: float) -> None:

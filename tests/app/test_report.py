@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from shardengine.app import report
 from shardengine.app.report import Progress, Report
@@ -16,13 +17,16 @@ from shardengine.app.report import Progress, Report
 def test_the_time_that_is_left_follows_from_steps_and_not_from_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """100 s of start, a first step of 10 s, then 2 s each, and 1 s for what lies between steps."""
+    """Also of a run that goes on: 100 s of start, a first step of 10 s, then 2 s each, and 1 s between steps."""
     now = [0.0]
     monkeypatch.setattr("shardengine.app.report.time.monotonic", lambda: now[0])
     monkeypatch.setattr(report, "peak_bytes", lambda engine: 1)
     settings: Any = SimpleNamespace(output=tmp_path)
     engine: Any = SimpleNamespace(get_global_grad_norm=lambda: 1.0, get_loss_scale=lambda: 1, skipped_steps=0)
+    engine.device = torch.device("cpu")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "loss": 2.0}\n', encoding="utf-8")
     out = Report(settings, steps=11, every=1, enabled=True)
+    out._continue(0)
     now[0] = 100.0
     for step in range(1, 11):
         seconds = 10.0 if step == 1 else 2.0

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,11 +20,13 @@ import pytest
 import torch
 from torch import nn
 
+import shardengine
 from shardengine.app import corpus, data, evaluation, loop, planning, reading, report, settings, stopping
 from shardengine.app.cli import main
 from shardengine.app.rank_sums import RankSums
 from shardengine.comm import RankFailure, mesh
 from shardengine.errors import ConfigError, UsageError
+from shardengine.loading import is_in_slices
 from shardengine.planner import show_bytes
 from tests.support import HANG_S
 
@@ -388,6 +393,42 @@ def test_a_plan_changes_no_bit_and_may_be_left_out(
     assert files[0] == files[1]
     losses = [re.findall(r'"loss": ([^,]+)', (path / "metrics.jsonl").read_text()) for path in (with_plan, without)]
     assert losses[0] == losses[1] and len(losses[0]) == 3
+
+
+def test_no_rank_holds_the_model_while_it_is_loaded(tiny: Path, tmp_path: Path) -> None:
+    """But where its files cannot be read in slices. Random weights are drawn in slices as well."""
+    transformers = pytest.importorskip("transformers")
+    chosen = settings.Settings(tiny / "config.json", str(tiny / "model"), str(tiny / "text.txt"), 1, tmp_path, tmp_path)
+    for init in (settings.FROM_WEIGHTS, settings.FROM_CONFIG):
+        _, model = loop.load_model(dataclasses.replace(chosen, init=init), 1)
+        assert is_in_slices(model)
+        with pytest.raises(RuntimeError):
+            model.lm_head.weight.sum().item()
+    whole = transformers.AutoModelForCausalLM.from_pretrained(tiny / "model")
+    shutil.copytree(tiny / "model", tmp_path / "old")
+    (tmp_path / "old" / "model.safetensors").unlink()
+    torch.save(whole.state_dict(), tmp_path / "old" / "pytorch_model.bin")
+    _, model = loop.load_model(dataclasses.replace(chosen, model=str(tmp_path / "old")), 1)
+    assert not is_in_slices(model) and torch.equal(model.lm_head.weight, whole.lm_head.weight)
+
+
+@pytest.mark.parametrize("init", [settings.FROM_WEIGHTS, settings.FROM_CONFIG])
+def test_slices_have_the_bits_of_the_whole_model(
+    init: str, alone: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_slices = alone("in_slices", init=init)
+    monkeypatch.setattr(shardengine, "meta_init", contextlib.nullcontext)
+    whole = alone("whole", init=init)
+    files = [(path / "model" / "model.safetensors").read_bytes() for path in (in_slices, whole)]
+    assert files[0] == files[1]
+
+
+def test_rows_beyond_the_models_positions_are_refused(tiny: Path, tmp_path: Path) -> None:
+    chosen = settings.Settings(tiny / "config.json", str(tiny / "model"), str(tiny / "text.txt"), 1, tmp_path, tmp_path)
+    tokenizer, model = loop.load_model(chosen, 1)
+    assert loop.load_data(chosen, tokenizer, model).length == 32  # nobody has asked for more
+    with pytest.raises(UsageError, match="--length 33: GPT2LMHeadModel has 32 positions; expected --length 32 or less"):
+        loop.load_data(dataclasses.replace(chosen, length=33), tokenizer, model)
 
 
 def test_what_is_auto_is_decided_before_the_engine_is_made(

@@ -69,6 +69,7 @@ SLIVERS: Mapping[str, str] = {
     "app/convert.py": "a command in a file of its own, as the others",
     "app/script.py": "a command in a file of its own, as the others",
     "app/dry_run.py": "a command in a file of its own, as the others",
+    "app/flops.py": "a count of its own, which is tested beside torch's",
     "app/restarts.py": "which ranks may be started again: a policy, which is tested without processes",
     "app/evaluation.py": "a sum whose order is declared, which is tested without a loop",
     "app/global_mean.py": "the arithmetic of the printed loss, which is tested without a loop",

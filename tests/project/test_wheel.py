@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import shardengine
 from shardengine.kernels.native import build
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,8 +73,13 @@ def test_a_wheel_made_with_a_compiler_works_without_one(tmp_path: Path) -> None:
     assert tags_of(wheel) == ["Root-Is-Purelib: false", f"Tag: {tag}"]
     with zipfile.ZipFile(wheel) as archive:
         assert [name for name in archive.namelist() if name.endswith(".so")] == [PREBUILT]
+        recipes = {name.rpartition("/")[2] for name in archive.namelist() if name.startswith("shardengine/configs/")}
         archive.extractall(tmp_path / "site")
+    assert recipes == {path.name for path in (ROOT / "configs").glob("*.json")}
     site = str(tmp_path / "site")
+    told = run(["-m", "shardengine", "config", "lora-4x24"], tmp_path, PYTHONPATH=site)
+    assert told.returncode == 0 and "zero_optimization.stage" in told.stdout, told.stderr
+    assert wheel.name.startswith(f"shardengine-{shardengine.__version__}-")
     done = run(["-c", LOADS], tmp_path, PYTHONPATH=site, SHARDENGINE_NATIVE="require", **without_compiler(tmp_path))
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [f"{site}/shardengine/__init__.py", "True", "4000.0"]
