@@ -4,6 +4,7 @@ cli          arguments of the command line, and what is called
 command      train, the parent: checks everything, builds the default model, starts the ranks with torchrun
 init         init: writes a config that fits, with the commands to run it
 planning     plan: what a run needs, printed and drawn; the plan that train makes of itself
+what_fits    of a plan that does not fit, the smallest change with which it does
 dry_run      train --dry-run
 loop         one rank: the training loop, to be read as an example of the library
 corpus       the built-in text and the small model that is made for it
