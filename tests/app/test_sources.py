@@ -83,8 +83,10 @@ def test_epochs_are_steps_of_the_data(epochs: float | None, steps: int) -> None:
     assert (settings.steps, settings.planned_steps) == (steps, steps)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_fits_what_it_is_named_after(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
     tree = json.loads(RECIPES[name].read_text(encoding="utf-8"))
     command, train = shlex.split(tree["_plan"]), shlex.split(tree["_train"])
     given = {word: value for word, value in pairwise(command) if word.startswith("--")}

@@ -247,14 +247,15 @@ def test_contradictions_are_refused(environment: dict[str, str], values: dict[st
 
 
 PROGRAM = """
-import os, torch, shardengine
+import os, sys, torch, shardengine
 model = torch.nn.Linear(4, 1)
 engine = shardengine.initialize(model, {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2},
                                         "optimizer": {"type": "SGD", "params": {"lr": 1.0}}})
 engine.backward(engine(torch.full((1, 4), float(engine.rank))).sum())
 norm = engine.get_global_grad_norm()
 line = f"{engine.rank} {engine.world_size} {os.environ.get('LOCAL_RANK')} {norm}\\n"
-os.write(1, line.encode())  # ranks share the pipe: one write; print's newline may be a second one
+sys.stdout.write(line)  # at once: ranks may share a pipe, and print's newline may be a write of its own
+sys.stdout.flush()
 engine.close()
 """
 MEAN = (4 * 0.5**2 + 1) ** 0.5  # of the inputs 0 and 1, and of the bias's gradient 1

@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 SHOWN = list(printed.found())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shown", SHOWN, ids=[f"{each.page} {number}" for number, each in enumerate(SHOWN)])
 def test_a_command_prints_what_the_page_shows(shown: printed.Printed, tmp_path: Path) -> None:
     said = printed.run(shown.command, tmp_path)
