@@ -18,6 +18,7 @@ from shardengine.errors import ConfigError
 
 OTHERS_WAIT_S = 3.0
 """So long the processes that print nothing wait for the one that does: a launcher ends all when the first has ended."""
+_IN_SHORT = "_shardengine_tells_in_short"
 _PACKAGE = str(Path(__file__).resolve().parent)
 
 
@@ -32,21 +33,26 @@ def told_in_short() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        _tell_at_the_end(error)
+        setattr(error, _IN_SHORT, True)
+        _install()
         raise
 
 
-def _tell_at_the_end(error: ConfigError) -> None:
+def _install() -> None:
+    """Once, and again where somebody has replaced the hook. It knows no error: what an error holds may go before."""
     before = sys.excepthook
+    if getattr(before, _IN_SHORT, False):
+        return
 
     def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-        if value is not error:
+        if not getattr(value, _IN_SHORT, False):
             before(kind, value, trace)
         elif is_first_of_machine():
             print(f"{_line_of_script(trace)}{kind.__module__}.{kind.__qualname__}: {value}", file=sys.stderr)
         else:
             time.sleep(OTHERS_WAIT_S)
 
+    setattr(hook, _IN_SHORT, True)
     sys.excepthook = hook
 
 

@@ -22,6 +22,7 @@ from shardengine.config import json_schema, load_config, provisional
 from shardengine.errors import CheckpointError, ConfigError, UsageError
 from shardengine.uncaught import OTHERS_WAIT_S, is_first_of_machine
 
+_MOST_EPOCHS = 1_000_000
 _BROKEN_PIPE = 128 + 13
 """What a shell calls a program that SIGPIPE has ended: `shardengine inspect … | head`."""
 
@@ -193,11 +194,13 @@ def _add_init(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     command.add_argument("--model", metavar="DIR|NAME", help="a folder with a config.json, or a name on the Hub")
     command.add_argument("--gpus", metavar="NxSIZE", help="number and memory of each: 4x24GB (default: those here)")
-    command.add_argument("--method", choices=("full", "lora"), help="train all weights, or LoRA adapters")
-    command.add_argument("--length", metavar="N", type=_positive, help="tokens of a sample")
+    command.add_argument(
+        "--method", choices=("full", "lora"), help="train all weights, or LoRA adapters (default: lora)"
+    )
+    command.add_argument("--length", metavar="N", type=_positive, help="tokens of a sample (default: 2048)")
     command.add_argument("--host-memory", metavar="SIZE", help="of the machine: 128GB; more may fit with it")
     command.add_argument("--nvme", metavar="SIZE", help="of a disk for states: 1TB; more may fit with it")
-    command.add_argument("--output", metavar="FILE", help="a new file (default: METHOD-GPUS.json)")
+    command.add_argument("--output", metavar="FILE", help="a new file (default: my-METHOD-GPUS.json)")
 
 
 def _add_import(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -324,7 +327,7 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     duration.add_argument(
         "--epochs",
         metavar="N",
-        type=_above_zero,
+        type=_epochs,
         help="so often all of --data is read, in place of --steps: 3, or 0.5",
     )
     _add_checkpoints(train)
@@ -457,9 +460,9 @@ def _add_checkpoints(train: argparse.ArgumentParser) -> None:
         help="continue in the output directory of an earlier run with --save-every, from its last good checkpoint (or "
         "from DIR/checkpoints/TAG; what came after it is dropped), as if it had never ended, bit for bit. Everything "
         "is taken from that run. --ranks may be changed (the global batch stays, gradient accumulation follows), "
-        "--steps, --save-every and --eval-every too (the built-in learning-rate schedule keeps its first length), "
-        "--data and --eval may lie elsewhere if their content is the same; any other option is refused unless it says "
-        "what the run was started with",
+        "--steps or --epochs, --save-every and --eval-every too (the built-in learning-rate schedule keeps its first "
+        "length), --data and --eval may lie elsewhere if their content is the same; any other option is refused unless it "
+        "says what the run was started with",
     )
 
 
@@ -555,6 +558,12 @@ def _above_zero(text: str) -> float:
         value = 0.0
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"expected a number > 0, got {text!r}")
+    return value
+
+
+def _epochs(text: str) -> float:
+    if (value := _above_zero(text)) > _MOST_EPOCHS:
+        raise argparse.ArgumentTypeError(f"expected at most {_MOST_EPOCHS:,}, got {text!r}")
     return value
 
 

@@ -7,6 +7,7 @@ no gradient, which spares a third of theirs. What is computed again in backward 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import torch
@@ -15,9 +16,11 @@ from torch import nn
 _BF16_TFLOPS: Mapping[str, float] = {
     "B200": 2250, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H800": 989, "A100": 312, "A800": 312,
     "L40S": 362, "L40": 181, "L4": 121, "A40": 150, "A10G": 70, "A10": 125, "RTX 4090": 165, "RTX 3090": 71,
-    "MI300X": 1307, "MI250X": 383,
+    "MI300X": 1307, "MI250X": 191.5,
 }  # fmt: skip
-"""A part of a GPU's name → its dense products in bf16 and fp16, by its data sheet; the first that is found counts."""
+"""Words of a GPU's name → its dense products in bf16 and fp16, by its data sheet (of an MI250X one of its two dies,
+which is a device of its own); the first that is found counts."""
+_SLOWER = re.compile("Laptop|Max-Q|MIG")
 
 
 def per_token(model: nn.Module, length: int) -> float:
@@ -36,9 +39,10 @@ def per_token(model: nn.Module, length: int) -> float:
 
 def peak_of(name: str, dtype: torch.dtype) -> float:
     """FLOP/s of the GPU of that name in ``dtype``; 0 where it is not known."""
-    if dtype not in (torch.bfloat16, torch.float16):
+    if dtype not in (torch.bfloat16, torch.float16) or _SLOWER.search(name):
         return 0.0
-    return next((1e12 * peak for part, peak in _BF16_TFLOPS.items() if part in name), 0.0)
+    known = (peak for part, peak in _BF16_TFLOPS.items() if re.search(rf"\b{part}\b", name))
+    return 1e12 * next(known, 0.0)
 
 
 def _rows_looked_up(model: nn.Module) -> set[int]:

@@ -1,7 +1,8 @@
 """Datasets of the Hub as rows of --data, read by the package `datasets`. Owns: which names are taken, which columns.
 
-Must not know: torch, tokenizers. A name is ``ORGANISATION/NAME``, with ``:SPLIT`` behind it for another split than
-train. Of several forms that a dataset has, conversations come before examples, and these before documents.
+Must not know: torch, tokenizers. A name is ``ORGANISATION/NAME``, or ``ORGANISATION/NAME/CONFIGURATION`` of a dataset
+that has several, with ``:SPLIT`` behind it for another split than train. Of several forms that a dataset has,
+conversations come before examples, and these before documents.
 """
 
 from __future__ import annotations
@@ -13,12 +14,17 @@ from typing import Any
 from shardengine.app import jsonl
 from shardengine.errors import UsageError
 
-_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[\w.\[\]%:+-]+)?")
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(/[\w.-]+)?(:[\w.\[\]%:+-]+)?")
+_FILES = (".txt", ".md", ".csv", ".parquet", ".text", ".tsv", ".gz", ".zst", ".zip")
+_LONGEST_REASON = 400
 
 
 def is_name(data: str) -> bool:
     """Whether ``data`` can only be the name of a dataset: no file is there, and it is written as one."""
-    return not Path(data).exists() and not jsonl.is_jsonl(data) and _NAME.fullmatch(data) is not None
+    path = Path(data)
+    if path.exists() or jsonl.is_jsonl(data) or path.suffix.lower() in _FILES or _NAME.fullmatch(data) is None:
+        return False
+    return not Path(path.parts[0]).exists()
 
 
 def read(data: str, option: str = "--data") -> list[jsonl.Row]:
@@ -30,13 +36,14 @@ def read(data: str, option: str = "--data") -> list[jsonl.Row]:
             f"{option} {data}: no such file is there; to read a dataset of the Hub, install its package: "
             "pip install datasets"
         ) from None
-    name, _, split = data.partition(":")
+    path, _, split = data.partition(":")
+    organisation, name, *variant = path.split("/")
     try:
-        found = datasets.load_dataset(name, split=split or "train")
+        found = datasets.load_dataset(f"{organisation}/{name}", *variant, split=split or "train")
     except Exception as error:  # its own, of the network, of files: all of them are told
         raise UsageError(
             f"{option} {data}: expected a file, or a dataset of the Hub with the split {split or 'train'}: "
-            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            f"{type(error).__name__}: {' '.join(str(error).split())[:_LONGEST_REASON]}"
         ) from None
     columns = set(found.column_names)
     form = next((form for form in reversed(jsonl.FORMS) if columns.issuperset(form)), None)

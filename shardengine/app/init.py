@@ -11,8 +11,10 @@ import argparse
 import json
 import logging
 import math
+import shlex
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +46,16 @@ def run(options: argparse.Namespace) -> int:
     model = _ask(options.model, "--model", "model (a folder, or a name on the Hub)")
     gpus = _ask(options.gpus, "--gpus", "GPUs, as 4x24GB", _here())
     method = _ask(options.method, "--method", f"method ({' or '.join(METHODS)})", LORA)
-    length = int(_ask(options.length and str(options.length), "--length", "tokens of a sample", "2048"))
+    said = _ask(options.length and str(options.length), "--length", "tokens of a sample", "2048")
+    if not said.isdecimal() or int(said) < 1:
+        raise UsageError(f"--length {said}: expected an integer >= 1")
+    length = int(said)
     if method not in METHODS:
         raise UsageError(f"--method {method}: expected {' or '.join(METHODS)}")
     hardware = Hardware.parse(gpus, host_memory=options.host_memory, nvme=options.nvme)
-    file = Path(options.output or f"{method}-{gpus.lower().removesuffix('gb')}.json")
-    if file.exists():
-        raise UsageError(f"--output {file}: it is there already; expected the name of a new file")
+    file = Path(options.output or f"my-{method}-{'-'.join(gpus.lower().split()).removesuffix('gb').rstrip('-')}.json")
+    if file.exists() or not file.absolute().parent.is_dir():
+        raise UsageError(f"--output {file}: expected the name of a new file in a directory that is there")
     check_model(model)
     lora = _LORA_KEYS if method == LORA else None
     if lora is not None:
@@ -62,13 +67,13 @@ def run(options: argparse.Namespace) -> int:
     print(planning.text_of_choice(found))
     if found.config is None or found.plan is None:
         return 1
-    words = [f"--config {file}", f"--model {model}", f"--length {length}", *([f"--lora {lora}"] if lora else [])]
-    places = [f"--gpus {gpus}"]
-    places += [f"--host-memory {options.host_memory}"] if options.host_memory else []
-    places += [f"--nvme {options.nvme}"] if options.nvme else []
+    words = ["--config", str(file), "--model", model, "--length", str(length), *(["--lora", lora] if lora else [])]
+    places = ["--gpus", gpus, *(["--host-memory", options.host_memory] if options.host_memory else [])]
+    places += ["--nvme", options.nvme] if options.nvme else []
+    rest = ["--data", "data.jsonl", "--epochs", "3", "--save-every", "100"]
     commands = {
-        "_plan": " ".join(["shardengine plan", *words, *places]),
-        "_train": " ".join(["shardengine train", *words, "--data data.jsonl --epochs 3 --save-every 100"]),
+        "_plan": shlex.join(["shardengine", "plan", *words, *places]),
+        "_train": shlex.join(["shardengine", "train", *words, *rest]),
     }
     head = f"{model}, {'LoRA adapters' if lora else 'all weights'}, {length} tokens, {hardware}: "
     tree = {"_": head + "; ".join(found.plan.sentences()), **commands, **_with_remarks(found.config)}
@@ -104,15 +109,13 @@ def _with_remarks(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _ask(given: str | None, option: str, question: str, default: str | None = None) -> str:
-    """``given``, or what somebody at a terminal answers. UsageError where nobody is there, or says nothing."""
+    """``given``, or what somebody at a terminal answers, or the default. UsageError where there is none of these."""
     if given:
         return given
-    if not sys.stdin.isatty():
-        raise UsageError(f"expected {option}: {question}; there is no terminal to ask at")
-    try:
-        answer = input(f"{question}{f' [{default}]' if default else ''}: ").strip()
-    except EOFError:
-        answer = ""
+    answer = ""
+    if sys.stdin.isatty():
+        with suppress(EOFError):
+            answer = input(f"{question}{f' [{default}]' if default else ''}: ").strip()
     if not (answer or default):
         raise UsageError(f"expected {option}: {question}")
     return answer or str(default)

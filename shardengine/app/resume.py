@@ -142,11 +142,17 @@ class Earlier:
         ranks, own = self.first_ranks or self.ranks, load_config(self.output / CONFIG)
         decided = {STAGE: own.zero_optimization.stage, MICRO: own.train_micro_batch_size_per_gpu or 1}
         auto = {name: decided[name] for name in undecided(source)}
-        given = "--set" if options.config is None else f"--config {options.config}"
+        changed = {change.partition("=")[0].strip(): "--set" for change in options.set or ()}
+        changed |= {} if options.lr is None else {sources.LR: "--lr"}
+
+        def given(key: str) -> str:
+            own = (option for name, option in changed.items() if f"{key}.".startswith(f"{name}."))
+            return next(own, f"--config {options.config}")
+
         configs = keep_batch(own, ranks), read_config(source, ranks, options.seed, auto=auto)
         before, now = ({key: value for key, value, _ in config.resolved()} for config in configs)
         return [
-            f"{given}, {key}: it was started with {json.dumps(before.get(key))}, got {json.dumps(now.get(key))}"
+            f"{given(key)}, {key}: it was started with {json.dumps(before.get(key))}, got {json.dumps(now.get(key))}"
             for key in dict.fromkeys([*before, *now])
             if before.get(key) != now.get(key)
         ]
@@ -313,9 +319,10 @@ class Checkpoints:
             text = "\n  - ".join(different)
             raise UsageError(f"{where}: {checkpoint.tag} was made with something else:\n  - {text}")
         if checkpoint.global_steps > self._settings.steps:
+            option, asked = self._settings.duration
             raise UsageError(
-                f"--steps {self._settings.steps}: {checkpoint.tag} has made {checkpoint.global_steps} steps already; "
-                "expected at least as many"
+                f"{option} {asked}: {checkpoint.tag} has made {checkpoint.global_steps} steps already; expected at least "
+                "as many"
             )
         return checkpoint
 

@@ -104,7 +104,7 @@ def _check_rate(tree: Mapping[str, Any], value: str) -> None:
     if not isinstance(params, Mapping):
         return
     for name in _RATES_OF_SCHEDULERS:
-        if name in params:
+        if params.get(name) is not None:
             key = f"scheduler.params.{name}"
             raise UsageError(
                 f"{LR} {value}: the scheduler of the config sets the rate, by {key}; expected --set {key}={value}"

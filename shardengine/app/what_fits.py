@@ -12,30 +12,35 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from shardengine.config import MICRO, TRIPLE
 from shardengine.errors import ConfigError, UsageError
 from shardengine.planner import Plan
 
+WHOLE, _, STEPS = TRIPLE
 _SHORTEST = 256
 """Tokens: shorter rows are not proposed."""
 _ZERO = "zero_optimization"
 
 
 class _Change(NamedTuple):
-    """option: of ``shardengine plan`` · value: of it; of a --set KEY=VALUE, which is added to those that are there."""
+    """option: of ``shardengine plan`` · values: of it; --set KEY=VALUE is added to those that are there."""
 
     option: str
-    value: str
+    values: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{self.option} {shlex.quote(self.value)}"
+        return " ".join(f"{self.option} {shlex.quote(value)}" for value in self.values)
 
     def applied(self, options: argparse.Namespace) -> argparse.Namespace:
         found = copy.copy(options)
-        name = self.option.removeprefix("--").replace("-", "_")
-        if name == "set":
-            found.set = [*(options.set or ()), self.value]
+        if self.option == "--set":
+            found.set = [*(options.set or ()), *self.values]
+            if any(value.startswith(MICRO) for value in self.values):
+                found.micro_batch = None
+        elif self.option == "--length":
+            found.length = int(self.values[0])
         else:
-            setattr(found, name, self.value if name == "gpus" else int(self.value))
+            found.gpus = self.values[0]
         return found
 
 
@@ -58,18 +63,19 @@ def sentences(options: argparse.Namespace, found: Plan, planned: Callable[[argpa
 def _chosen(
     options: argparse.Namespace, found: Plan, planned: Callable[[argparse.Namespace], Plan]
 ) -> tuple[Sequence[_Change], Plan] | None:
-    """Changes are added until it fits; then those that were not needed are taken back, the first ones first."""
+    """Changes are added until it fits; then those that were not needed are taken back, those that cost most first."""
     taken: list[_Change] = []
     for change in _changes(options, found):
+        before = taken
         taken = [each for each in taken if each.option == "--set" or each.option != change.option] + [change]
         plan = _tried(_all(options, taken), planned)
         if plan is None:
-            taken.remove(change)
+            taken = before
         elif plan.fits:
             break
     else:
         return None
-    for change in taken[:-1]:
+    for change in reversed(taken[:-1]):
         fewer = [each for each in taken if each is not change]
         less = _tried(_all(options, fewer), planned)
         if less is not None and less.fits:
@@ -78,25 +84,27 @@ def _chosen(
 
 
 def _changes(options: argparse.Namespace, found: Plan) -> Iterator[_Change]:
+    """Those first that leave the training as it is: the global batch stays."""
     config, hardware = found.config, found.hardware
-    if (config.train_micro_batch_size_per_gpu or 1) > 1:
-        yield _Change("--micro-batch", "1")
-    if hardware.ranks > 1 and config.zero_optimization.stage < 3:
-        yield _Change("--set", f"{_ZERO}.stage=3")
+    micro, steps = config.train_micro_batch_size_per_gpu or 1, config.gradient_accumulation_steps or 1
+    if micro > 1:
+        follows = config.sources.get(STEPS) == "derived" and config.sources.get(WHOLE) == "file"
+        kept = () if follows and options.micro_batch is None else (f"{STEPS}={micro * steps}",)
+        yield _Change("--set", (f"{MICRO}=1", *kept))
+    if config.zero_optimization.stage < 3:
+        yield _Change("--set", (f"{_ZERO}.stage=3",))
     if not config.activation_checkpointing.enabled:
-        yield _Change("--set", "activation_checkpointing.enabled=true")
+        yield _Change("--set", ("activation_checkpointing.enabled=true",))
     if hardware.host_bytes is not None:
-        yield _Change("--set", f"{_ZERO}.offload_optimizer.device=cpu")
-        if config.zero_optimization.stage < 3 and hardware.ranks == 1:
-            yield _Change("--set", f"{_ZERO}.stage=3")
-        yield _Change("--set", f"{_ZERO}.offload_param.device=cpu")
+        yield _Change("--set", (f"{_ZERO}.offload_optimizer.device=cpu",))
+        yield _Change("--set", (f"{_ZERO}.offload_param.device=cpu",))
     length = found.shape[1] // 2 if len(found.shape) == 2 else 0
     while length >= _SHORTEST:
-        yield _Change("--length", str(length))
+        yield _Change("--length", (str(length),))
         length //= 2
     size = options.gpus.lower().partition("x")[2] or options.gpus
     for times in (2, 4):
-        yield _Change("--gpus", f"{times * hardware.ranks}x{size.upper().replace('GIB', 'GiB')}")
+        yield _Change("--gpus", (f"{times * hardware.ranks}x{size.upper().replace('GIB', 'GiB')}",))
 
 
 def _tried(options: argparse.Namespace, planned: Callable[[argparse.Namespace], Plan]) -> Plan | None:

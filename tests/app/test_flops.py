@@ -50,4 +50,11 @@ def test_a_gpu_is_known_by_its_name() -> None:
     assert (
         flops.peak_of("NVIDIA L40S", torch.bfloat16) == 362e12 and flops.peak_of("NVIDIA L4", torch.bfloat16) == 121e12
     )
+    for other in (
+        "NVIDIA RTX A4000",
+        "NVIDIA RTX A1000 Laptop GPU",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA L400",
+    ):
+        assert flops.peak_of(other, torch.bfloat16) == 0
     assert flops.peak_of("NVIDIA H100 80GB HBM3", torch.float32) == flops.peak_of("CPU", torch.bfloat16) == 0

@@ -21,7 +21,8 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], list[dict[str,
     """(name, split) → rows of what is there."""
     there: dict[tuple[str, str], list[dict[str, Any]]] = {}
 
-    def load(name: str, split: str) -> Any:
+    def load(name: str, *variant: str, split: str) -> Any:
+        name = "/".join([name, *variant])
         if (name, split) not in there:
             raise ValueError(f"Unknown split {split!r}.\nmore")
         return datasets.Dataset.from_list(there[name, split])
@@ -33,11 +34,11 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], list[dict[str,
 def test_names_are_told_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert hub_data.is_name("org/some-data") and hub_data.is_name("org/some.data:train[:10%]")
-    for file in ("text.txt", "folder/chats.jsonl", "builtin:pydoc", "/tmp/a", "a/b/c", "../a"):
+    for file in ("text.txt", "folder/chats.jsonl", "builtin:pydoc", "/tmp/a", "a/b/c/d", "../a", "data/train.txt"):
         assert not hub_data.is_name(file)
     (tmp_path / "org").mkdir()
     (tmp_path / "org" / "data").write_text("words")
-    assert not hub_data.is_name("org/data")
+    assert not hub_data.is_name("org/data") and not hub_data.is_name("org/dat")
 
 
 def test_the_form_that_is_learnt_best_is_taken(hub: dict[Any, Any]) -> None:
@@ -45,6 +46,8 @@ def test_the_form_that_is_learnt_best_is_taken(hub: dict[Any, Any]) -> None:
     assert hub_data.read("a/b") == [jsonl.Row(1, None, "", CHAT, None), jsonl.Row(2, None, "", CHAT, None)]
     hub["a/b", "test"] = [{"prompt": "one", "completion": "two", "text": "three"}]
     assert hub_data.read("a/b:test") == [jsonl.Row(1, "one", "two")]
+    hub["a/b/raw", "train"] = [{"text": "words"}]
+    assert hub_data.read("a/b/raw") == [jsonl.Row(1, None, "words")]
     hub["a/t", "train"] = [{"text": f"{number} words"} for number in range(40)]
     blocks = reading.load_blocks("a/t", lambda text: list(text.encode()), 4, end=0)
     assert len(blocks.training) > 20

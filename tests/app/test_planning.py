@@ -68,8 +68,8 @@ def test_it_prints_what_each_tier_needs(tmp_path: Path, config: str, capsys: pyt
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (["--gpus", "2x1.1GB", "--micro-batch", "400"], "--micro-batch 1"),
-        (["--gpus", "2x1.1GB", "--length", "64", "--set", "train_micro_batch_size_per_gpu=256"], "--micro-batch 1"),
+        (["--gpus", "2x1.1GB", "--micro-batch", "400"], "--set gradient_accumulation_steps=800"),
+        (["--gpus", "2x1.1GB", "--set", "train_micro_batch_size_per_gpu=256"], "--set gradient_accumulation_steps=512"),
         (["--gpus", "1.0739GB"], "nothing that was tried fits"),
     ],
 )
@@ -84,7 +84,8 @@ def test_what_does_not_fit_ends_with_what_does_and_its_command(
     if words.startswith("nothing"):
         assert lines[place + 1].startswith(words) and len(lines) == place + 2
         return
-    assert lines[place + 1].startswith(f"it fits with {words}: GPU: fits, ")
+    only = f"it fits with --set train_micro_batch_size_per_gpu=1 {words}: GPU: fits, "
+    assert lines[place + 1].startswith(only), "the global batch stays"
     assert main(shlex.split(lines[place + 2])[1:]) == 0
 
 
@@ -93,7 +94,7 @@ def test_only_the_changes_that_are_needed_are_named(monkeypatch: pytest.MonkeyPa
 
     def planned(options: Any) -> Any:
         asked.append(list(options.set or ()))
-        fits = "activation_checkpointing.enabled=true" in asked[-1] and options.length == 512
+        fits = "activation_checkpointing.enabled=true" in asked[-1] and options.gpus == "8x24GB"
         return SimpleNamespace(fits=fits, sentences=lambda: ["GPU: fits"])
 
     options = argparse.Namespace(
@@ -104,11 +105,11 @@ def test_only_the_changes_that_are_needed_are_named(monkeypatch: pytest.MonkeyPa
     hardware = Hardware.parse("4x24GB")
     found: Any = SimpleNamespace(config=config_, hardware=hardware, shape=(4, 2048))
     lines = list(what_fits.sentences(options, found, planned))
-    assert lines[1] == "it fits with --set activation_checkpointing.enabled=true --length 512: GPU: fits"
+    assert lines[1] == "it fits with --set activation_checkpointing.enabled=true --gpus 8x24GB: GPU: fits"
     assert lines[2] == (
-        "  shardengine plan --model m --gpus 4x24GB --config c --length 512 --set bf16.enabled=true "
+        "  shardengine plan --model m --gpus 8x24GB --config c --set bf16.enabled=true "
         "--set activation_checkpointing.enabled=true"
-    )
+    ), "rows are as long as they were"
     assert all(each[0] == "bf16.enabled=true" for each in asked)
 
 

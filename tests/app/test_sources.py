@@ -69,6 +69,13 @@ def test_a_wrong_key_is_named_with_the_file_and_the_change(file: Path) -> None:
     assert 'the nearest valid key is "zero_optimization.stage"' in str(caught.value)
 
 
+def test_a_peak_that_is_left_to_the_optimizer_leaves_its_rate(file: Path) -> None:
+    tree = json.loads(file.read_text(encoding="utf-8"))
+    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": None}}
+    file.write_text(json.dumps({**tree, "scheduler": scheduler}), encoding="utf-8")
+    assert load_config(sources.changed(file, sources.changes_of(None, 0.5))).optimizer is not None
+
+
 def test_a_rate_that_a_scheduler_would_overwrite_is_refused(file: Path) -> None:
     tree = json.loads(file.read_text(encoding="utf-8"))
     scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1}}
@@ -110,17 +117,21 @@ def test_init_writes_a_config_that_fits_with_its_commands(
              "vocab_size": 500, "n_positions": 64}  # fmt: skip
     (tmp_path / "gpt").mkdir()
     (tmp_path / "gpt" / "config.json").write_text(json.dumps(model), encoding="utf-8")
-    command = ["init", "--model", "gpt", "--gpus", "2x2GB", "--length", "32"]
+    (tmp_path / "gpt").rename(tmp_path / "my gpt")
+    command = ["init", "--model", "my gpt", "--method", "full", "--length", "32"]
     assert main(command) == 2
-    assert "expected --method: method (full or lora)" in capsys.readouterr().err  # nobody is there to be asked
-    assert main([*command, "--method", "full"]) == 0
+    assert "expected --gpus: GPUs, as 4x24GB" in capsys.readouterr().err  # nobody is there to be asked
+    command += ["--gpus", "2x2 GB"]
+    assert main([*command, "--output", "no/where.json"]) == 2
+    assert "expected the name of a new file in a directory that is there" in capsys.readouterr().err
+    assert main(command) == 0
     said = capsys.readouterr().out
-    tree = json.loads(Path("full-2x2.json").read_text(encoding="utf-8"))
+    tree = json.loads(Path("my-full-2x2.json").read_text(encoding="utf-8"))
     assert tree["_train"] in said and tree["train_batch_size"] == 16
-    assert load_config("full-2x2.json").resolve_batch(2).train_batch_size == 16
+    assert load_config("my-full-2x2.json").resolve_batch(2).train_batch_size == 16
     assert main(shlex.split(tree["_plan"])[1:]) == 0
-    assert main([*command, "--method", "full"]) == 2
-    assert "full-2x2.json: it is there already" in capsys.readouterr().err
+    assert main(command) == 2
+    assert "my-full-2x2.json: expected the name of a new file" in capsys.readouterr().err
 
 
 def test_init_asks_at_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

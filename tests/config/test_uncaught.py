@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
+from torch import nn
 
+import shardengine
 from shardengine import uncaught
 from shardengine.errors import ConfigError
 from tests.support import HANG_S
@@ -59,8 +64,20 @@ def test_any_other_error_is_told_as_always(tmp_path: Path) -> None:
 def test_who_had_the_hook_before_hears_of_other_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[BaseException] = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, value, trace: heard.append(value))
-    with pytest.raises(ConfigError), uncaught.told_in_short():
-        raise ConfigError("wrong")
+    for _ in range(2):
+        with pytest.raises(ConfigError), uncaught.told_in_short():
+            raise ConfigError("wrong")
     other = ConfigError("another")
     sys.excepthook(ConfigError, other, None)
     assert heard == [other]
+
+
+def test_an_error_that_was_caught_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    model = nn.Linear(1, 1)
+    with contextlib.suppress(ConfigError):
+        shardengine.initialize(model, {"nope": 1})
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
