@@ -461,8 +461,8 @@ def _add_checkpoints(train: argparse.ArgumentParser) -> None:
         "from DIR/checkpoints/TAG; what came after it is dropped), as if it had never ended, bit for bit. Everything "
         "is taken from that run. --ranks may be changed (the global batch stays, gradient accumulation follows), "
         "--steps or --epochs, --save-every and --eval-every too (the built-in learning-rate schedule keeps its first "
-        "length), --data and --eval may lie elsewhere if their content is the same; any other option is refused unless it "
-        "says what the run was started with",
+        "length), --data and --eval may lie elsewhere if their content is the same; any other option is refused unless "
+        "it says what the run was started with",
     )
 
 
