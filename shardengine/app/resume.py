@@ -321,8 +321,8 @@ class Checkpoints:
         if checkpoint.global_steps > self._settings.steps:
             option, asked = self._settings.duration
             raise UsageError(
-                f"{option} {asked}: {checkpoint.tag} has made {checkpoint.global_steps} steps already; expected at least "
-                "as many"
+                f"{option} {asked}: {checkpoint.tag} has made {checkpoint.global_steps} steps already; expected at "
+                "least as many"
             )
         return checkpoint
 
