@@ -43,6 +43,11 @@ _Way = Callable[[Any, tuple[Any, ...], Mapping[str, Any], bool], Any]
 """Answers an operation that is given fake tensors, and no others (alone) or some."""
 
 
+_forms: dict[Any, Any] = {}
+"""What is given to an operation → what comes out: of all plans of a process, because nothing but torch decides it."""
+_MOST_FORMS = 1 << 14
+
+
 class NoValues(Mode):
     """Inside, what is made of floating-point numbers, or is large, is fake ([Note: Without values]). seen: hear of each
     operation: a mode of its own for each would cost as much as this one."""
@@ -55,7 +60,6 @@ class NoValues(Mode):
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._kind = FakeTensor
         self._ways: dict[int, _Way] = {}
-        self._forms: dict[Any, Any] = {}
         self._on_cpu = vars(FakeTensor(self._fake, torch.empty(0, device="meta"), _CPU))
 
     def __torch_dispatch__(
@@ -122,9 +126,11 @@ class NoValues(Mode):
         form = _form_of(self._kind, (func, torch.get_default_dtype(), args, tuple(kwargs.items()))) if alone else None
         if form is None:
             return func(*args, **kwargs)
-        if (known := self._forms.get(form)) is None:
+        if (known := _forms.get(form)) is None:
             found = func(*args, **kwargs)
-            self._forms[form] = self._shapes_of(found) or ()
+            if len(_forms) >= _MOST_FORMS:
+                _forms.clear()
+            _forms[form] = self._shapes_of(found) or ()
             return found
         if not known:
             return func(*args, **kwargs)
