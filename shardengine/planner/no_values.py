@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any
@@ -172,7 +172,9 @@ class NoValues(Mode):
     def _shown(self, made: Tensor) -> Tensor:
         """``FakeTensor(mode, made, device)`` of the CPU, in a quarter of its time: what it keeps of itself is the same
         for each."""
-        found = Tensor._make_subclass(self._kind, made, made.requires_grad, dispatch_device=True, device_for_backend_keys=_CPU)
+        found = Tensor._make_subclass(
+            self._kind, made, made.requires_grad, dispatch_device=True, device_for_backend_keys=_CPU
+        )
         torch._C._set_throw_on_mutable_data_ptr(found)
         vars(found).update(self._on_cpu)
         return found
@@ -207,7 +209,7 @@ class NoValues(Mode):
         return self._shown(torch.empty_strided(like.shape, like.stride(), dtype=dtype or like.dtype, device=_META))
 
 
-def _form_of(kind: type, given: Any) -> Any:
+def _form_of(kind: type[Tensor], given: Any) -> Any:
     """What tells apart what is given to an operation, but for values; None where that is not known."""
     if type(given) is kind:
         return (given.shape, given.stride(), given.dtype) if given.layout is torch.strided else None
@@ -253,14 +255,16 @@ def kept_on_gpu() -> Iterator[None]:
         def dropout(values: Tensor, chance: float, training: bool) -> Tensor:
             if training and 0 < chance < 1:
                 return torch.native_dropout(values, chance, True)[0]
-            return func._op_dk(whole, values, chance, training)  # type: ignore[no-any-return]
+            return func._op_dk(whole, values, chance, training)
 
         return dropout
 
     attend = _aten.scaled_dot_product_attention.default
 
-    def attention(query: Tensor, key: Tensor, value: Tensor, mask: Any = None, _: float = 0.0, *more: Any, **rest: Any) -> Tensor:
-        return attend._op_dk(whole, query, key, value, mask, 0.0, *more, **rest)  # type: ignore[no-any-return]
+    def attention(
+        query: Tensor, key: Tensor, value: Tensor, mask: Any = None, _: float = 0.0, *more: Any, **rest: Any
+    ) -> Tensor:
+        return attend._op_dk(whole, query, key, value, mask, 0.0, *more, **rest)
 
     with torch.library._scoped_library("aten", "IMPL") as library:
         for func in (_aten.dropout.default, _aten.dropout_.default):
@@ -274,9 +278,7 @@ _one_at_a_time = threading.RLock()
 
 
 @contextmanager
-def without_values(
-    *seen: Seen, on_gpu: bool = False, report: kernels.Report | None = None
-) -> Iterator[NoValues]:
+def without_values(*seen: Seen, on_gpu: bool = False, report: kernels.Report | None = None) -> Iterator[NoValues]:
     """Inside, tensors have no values; an engine that is made inside of it, too, whose end is inside. seen: as for
     ``NoValues`` · on_gpu: they stand for a GPU's (``kept_on_gpu``) · report: as for ``kernels.without_values``."""
     from torch._subclasses.fake_tensor import FakeTensor

@@ -220,7 +220,7 @@ class Recorder:
             self._idle += idle
         else:
             all_ = [*tensors, *tensors_in(result)]
-            if any([isinstance(each, self._fake) for each in all_]):
+            if any(isinstance(each, self._fake) for each in all_):
                 self._operation(func, args, kwargs, result, all_)
 
     def _read(self, value: Tensor) -> None:
