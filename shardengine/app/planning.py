@@ -41,6 +41,7 @@ from shardengine.planner import (
     Taken,
     automatic,
     choose,
+    columns_of,
     compare,
     line_of,
     plan,
@@ -129,7 +130,9 @@ def text_of_choice(found: Choice) -> str:
     if found.plan is None:
         return "\n".join([*found.needed, tried])
     refused = [f"not {candidate}: {why}" for candidate, why in found.refused.items()]
-    return "\n".join([table_of(found), *refused, tried, "", f"1: {found.rows[0].candidate}", text_of(found.plan)])
+    return "\n".join(
+        [table_of(found), columns_of(found), *refused, tried, "", f"1: {found.rows[0].candidate}", text_of(found.plan)]
+    )
 
 
 def model_of(place: str, lora: str | None, *, script: bool = False) -> Any:

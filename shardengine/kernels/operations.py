@@ -131,11 +131,13 @@ class _Reporting:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         carry_out = getattr(meta, name)
-        signature = inspect.signature(carry_out)
+        names = list(inspect.signature(carry_out).parameters)
 
         def reporting(*args: Any, **kwargs: Any) -> Any:
             result = carry_out(*args, **kwargs)
-            self._report(name, signature.bind(*args, **kwargs).arguments, result)
+            given = dict(zip(names, args, strict=False))
+            given |= {each: kwargs[each] for each in names if each in kwargs}
+            self._report(name, given, result)
             return result
 
         setattr(self, name, reporting)  # asked once

@@ -30,7 +30,7 @@ from shardengine.planner import automatic, batches
 from shardengine.planner.absent_ranks import AbsentMesh, EchoStore, Issued, Silent, SilentWire, absent_mesh
 from shardengine.planner.amid import plan_amid
 from shardengine.planner.calibration import measured, measured_calls
-from shardengine.planner.choice import Choice, Question, Undecided, choose, global_batch, table_of
+from shardengine.planner.choice import Choice, Question, Undecided, choose, columns_of, global_batch, table_of
 from shardengine.planner.comparison import (
     SETTLED_STEPS,
     Comparison,
@@ -79,6 +79,7 @@ __all__ = [
     "automatic",
     "batches",
     "choose",
+    "columns_of",
     "compare",
     "dry_run",
     "global_batch",

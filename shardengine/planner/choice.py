@@ -23,6 +23,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,6 +64,8 @@ _ALIKE = 0.05
 _PARTS = 20
 """A part of the states on the host is so many parts of all, or more of them."""
 _WHOLE, _, _STEPS = TRIPLE
+_PLANS_OF_A_KIND = 2
+"""Micro-batches that are planned of a kind, about: one where it does not fit, up to five where it does."""
 _OURS = (_OPTIMIZER, _PARAM, "zero_hpz_partition_size")
 
 
@@ -196,7 +199,8 @@ def choose(
 
     config: what stays: optimizer, precision, clipping, and the global batch, where it says one · batch: a micro-batch
     of any number of samples, the first size of most of its tensors; where more are tried they come in turn · told:
-    hears what is planned at the moment · the rest as for ``plan``. Where nothing fits, ``Choice.needed`` says what
+    hears before each plan how many are done, what is
+    best so far, and what is planned now · the rest as for ``plan``. Where nothing fits, ``Choice.needed`` says what
     would.
     """
     where, options = hardware_of(hardware, "choose"), options_of(options, "choose")
@@ -267,6 +271,9 @@ class _Search:
         self._problems: dict[Candidate, str] = {}
         self.refused: dict[str, str] = {}
         self.tried = 0
+        self._early: dict[Candidate, Plan] = {}
+        self._ahead = 0
+        self._best: tuple[float, Candidate] | None = None
 
     def _grows(self) -> bool:
         twice = batches.resized(self._batch, self._samples, 2 * self._samples)
@@ -275,7 +282,8 @@ class _Search:
     def rows(self) -> list[Row]:
         """Of all that fit, best first. On the disk where there is one, and the config says which folder."""
         if not self._undecided.rest:
-            return _settled([row for kind in self._as_said() for row in self._largest(kind)])
+            return _settled([row for kind in self._counted(list(self._as_said())) for row in self._largest(kind)])
+        self._answer_soon()
         found: list[Row] = []
         for place in self._places():
             if place == _STATES_ON_DISK and disk_of(self._base) is None:
@@ -283,10 +291,39 @@ class _Search:
                 break
             if place != _GPU and any(row.samples >= min(_ENOUGH, self._sizes[-1]) for row in found):
                 break
-            for again in (False, True):
-                for kind in self._kinds(place, again):
-                    found += self._largest(kind)
+            for kind in self._counted(self._all_kinds(place), place):
+                found += self._largest(kind)
         return sorted(found, key=lambda row: -row.samples_per_s)
+
+    def _counted(self, kinds: Sequence[Candidate], place: str | None = None) -> Iterator[Candidate]:
+        """``kinds``, of which as many are still ahead as ``_say`` is to say, and those of the place behind ``place``
+        where nothing in that fits."""
+        behind = next((each for before, each in pairwise(self._places()) if before == place), None)
+        for number, kind in enumerate(kinds):
+            fits = any(plan is not None and plan.fits for each, plan in self._known.items() if each.place == place)
+            self._ahead = len(kinds) - number + (0 if fits or behind is None else len(self._all_kinds(behind)))
+            yield kind
+        self._ahead = 0
+
+    def _answer_soon(self) -> None:
+        """Plan first, of each place, what needs least, until something fits: who waits has an answer then. All of it
+        is known where its turn comes."""
+        places = list(self._places())
+        self._ahead = sum(len(self._all_kinds(place)) for place in places[:2])
+        for place in places:
+            if place == _STATES_ON_DISK and disk_of(self._base) is None:
+                break
+            least = [kind for kind in self._kinds(place, True) if not kind.kept][-1]
+            found = self._new_quick(least)
+            if found is None:
+                del self._problems[least]  # which is told where its turn comes
+                break
+            self._early[least] = found
+            if found.fits:
+                break
+
+    def _all_kinds(self, place: str) -> list[Candidate]:
+        return [kind for again in (False, True) for kind in self._kinds(place, again)]
 
     def _places(self) -> Iterator[str]:
         has_disk = self._where.disk_bytes is not None
@@ -382,9 +419,25 @@ class _Search:
     def _quick(self, candidate: Candidate) -> Plan | None:
         """None: the engine, or the model, does not take it."""
         if candidate not in self._known:
-            self._told(_words(candidate))
-            self._known[candidate] = self._plan(_Change("", candidate), quick=True)
+            early = self._early.pop(candidate, None)
+            self._known[candidate] = self._new_quick(candidate) if early is None else early
         return self._known[candidate]
+
+    def _new_quick(self, candidate: Candidate) -> Plan | None:
+        self._say(_words(candidate))
+        found = self._plan(_Change("", candidate), quick=True)
+        if found is not None and found.fits:
+            speed = self._row(candidate, found).samples_per_s
+            self._best = max(self._best or (speed, candidate), (speed, candidate), key=lambda each: each[0])
+        return found
+
+    def _say(self, what: str) -> None:
+        """How far it is, what is best so far, and ``what`` is planned now."""
+        about = self.tried + max(1, _PLANS_OF_A_KIND * self._ahead)
+        best = "nothing fits so far" if self.tried else ""
+        if self._best is not None:
+            best = f"best so far: {_words(self._best[1])}, {self._best[0]:.3g} samples/s"
+        self._told("; ".join(filter(None, (f"{self.tried} of about {about}", best, f"now {what}"))))
 
     def _plan(self, change: _Change, *, quick: bool) -> Plan | None:
         self.tried += 1
@@ -409,7 +462,7 @@ class _Search:
             raise UsageError(f"choose: no config can be planned: {next(iter(self._problems.values()))}")
         order = [*rows[:_CHECKED], *sorted(rows[_CHECKED:], key=lambda row: max(map(_part, row.plan.tiers)))[:1]]
         for row in order:
-            self._told(f"check: {_words(row.candidate)}")
+            self._say(f"a check of {_words(row.candidate)}")
             exact = self._known[row.candidate] = self._plan(_Change("", row.candidate), quick=False)
             if exact is not None and exact.fits:
                 place = rows.index(row)
@@ -426,7 +479,7 @@ class _Search:
         told = [f"nothing fits; the closest is {_words(closest)}: {'; '.join(plan.sentences())}"]
         for kind in (self._other_places, self._more_ranks, self._shorter, self._smaller_states):
             for change in kind(closest):
-                self._told(f"would it fit with {change.words}?")
+                self._say(f"whether it would fit with {change.words}")
                 found = self._plan(change, quick=False)
                 if found is not None and found.fits:
                     told.append(f"it would fit with {change.words}: {'; '.join(found.sentences())}")
@@ -525,6 +578,18 @@ def table_of(found: Choice) -> str:
         rows.append([str(place), str(row.candidate), str(row.samples), *needs,
                      f"{row.plan.time.seconds:.3g} s", f"{row.samples_per_s:.4g}"])  # fmt: skip
     return table(rows)
+
+
+def columns_of(found: Choice) -> str:
+    """What the columns of ``table_of`` say, for people."""
+    left = found.hardware.reserved_bytes
+    beside = f" ({show_bytes(left)} of each GPU are left to CUDA and NCCL beside that)" if left else ""
+    tiers = [name for name in ("GPU", "memory", "host", "disk") if _uses(found, name)]
+    return (
+        "micro-batch: samples of a rank in one forward · "
+        f"{', '.join(tiers)}: what a rank needs of it at most in a step{beside}\n"
+        "step: planned time of a step · samples/s: of all ranks together, by which the rows are in order"
+    )
 
 
 def _uses(found: Choice, name: str) -> bool:

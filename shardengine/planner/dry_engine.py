@@ -356,7 +356,7 @@ def _as_always() -> Iterator[None]:
     wherever a plan is made; random numbers that are drawn are given back."""
     collects, log = gc.isenabled(), logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
-    gc.collect()
+    gc.collect(1)  # of a run before this one; all that a process has is much more, and takes longer than a small run
     gc.disable()
     log.setLevel(logging.CRITICAL)  # of what a model asks in vain an exception says all
     try:

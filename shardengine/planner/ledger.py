@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -38,13 +38,16 @@ class Moment:
 
 @dataclass
 class _Storage:
+    """size: its bytes · bytes: those of its allocation."""
+
     number: int
     ends: weakref.ref[torch.UntypedStorage]
+    size: int
     bytes: int
 
 
-Seen = Callable[[Any, Sequence[Any], Mapping[str, Any], Any], None]
-"""Hears of an operation what it was given, by place and by name, and what it returned."""
+Seen = Callable[[Any, Sequence[Any], Mapping[str, Any], Sequence[Tensor], Any], None]
+"""Hears of an operation what it was given, by place and by name, the tensors in that, and what it returned."""
 
 
 class Mode(TorchDispatchMode):
@@ -56,8 +59,27 @@ class Mode(TorchDispatchMode):
         return False
 
 
-@dataclass
-class Ledger(Mode):
+class Watch(Mode):
+    """Inside, ``seen`` hear of each operation, which is carried out as ever."""
+
+    def __init__(self, *seen: Seen) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """One operation."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        tensors = [*tensors_in(args), *tensors_in(tuple(kwargs.values()))]
+        for seen in self._seen:
+            seen(func, args, kwargs, tensors, result)
+        return result
+
+
+@dataclass(eq=False)
+class Ledger:
     """Counts, inside. phase, unit: what goes on, and where · grain: bytes of which an allocation is a whole number, as
     an allocator rounds (512: CUDA's)."""
 
@@ -68,23 +90,17 @@ class Ledger(Mode):
     _alive: dict[int, _Storage] = field(default_factory=dict)
     _kinds: dict[int, str] = field(default_factory=dict)
     _made: int = 0
-
-    def __post_init__(self) -> None:
-        super().__init__()
-
-    def __hash__(self) -> int:
-        return id(self)
+    _inside: ExitStack = field(default_factory=ExitStack)
 
     def __enter__(self) -> Any:
         """Count."""
-        self._counts = self.counting()
-        self._counts.__enter__()
-        return super().__enter__()
+        self._inside.enter_context(self.counting())
+        self._inside.enter_context(Watch(self.saw))
+        return self
 
     def __exit__(self, *error: Any) -> None:
         """Count no longer."""
-        super().__exit__(*error)
-        self._counts.__exit__(*error)
+        self._inside.close()
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -101,19 +117,19 @@ class Ledger(Mode):
             yield
         self._alive.clear()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """One operation."""
-        result = func(*args, **(kwargs or {}))
-        self.saw(func, args, {}, result)
-        return result
-
-    def saw(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+    def saw(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[Tensor], result: Any
+    ) -> None:
         """As ``Seen``."""
-        for each in tensors_in(result):
-            if _has_bytes(each):
-                self._see(each.untyped_storage())
+        for each in (result,) if isinstance(result, Tensor) else tensors_in(result):
+            if each.layout is torch.strided:
+                storage = each.untyped_storage()
+                known = self._alive.get(storage._cdata)
+                if known is None or known.ends() is not storage:
+                    if _has_bytes(each):
+                        self._see(storage)
+                elif known.size != storage.nbytes():
+                    self._see(storage)
 
     def begin(self, phase: str, unit: str = "") -> None:
         """What is made or ends from now on does so in ``phase``, in ``unit``."""
@@ -133,14 +149,15 @@ class Ledger(Mode):
 
     def _see(self, storage: torch.UntypedStorage) -> int:
         """The number of a storage, which is new, or has another size than before, or is known."""
-        key, size = storage._cdata, -(-storage.nbytes() // self.grain) * self.grain
+        key, whole = storage._cdata, storage.nbytes()
         known = self._alive.get(key)
         if known is None or known.ends() is not storage:
             if known is not None:
                 self._end(key, known)
             self._made += 1
-            known = self._alive[key] = _Storage(self._made, weakref.ref(storage, self._ending(key)), 0)
-        if size != known.bytes:
+            known = self._alive[key] = _Storage(self._made, weakref.ref(storage, self._ending(key)), 0, 0)
+        known.size = whole
+        if (size := -(-whole // self.grain) * self.grain) != known.bytes:
             self._events.append((self.phase, self.unit, known.number, size - known.bytes))
             known.bytes = size
         return known.number
@@ -183,20 +200,22 @@ class Ledger(Mode):
         return found, Moment(place[0], dict(alive))
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
     """Those in what an operation is given, or returns."""
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
+        return [value]
+    found: list[Tensor] = []
+    if isinstance(value, (list, tuple)):
         for each in value:
             if isinstance(each, Tensor):
-                yield each
+                found.append(each)
             elif isinstance(each, (list, tuple)):
-                yield from tensors_in(each)
+                found += tensors_in(each)
+    return found
 
 
 def _has_bytes(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_meta
+    return tensor.layout is torch.strided and tensor.device.type != "meta"
 
 
 def highest(moments: Sequence[Moment], phases: Sequence[str]) -> Moment:

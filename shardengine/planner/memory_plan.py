@@ -126,7 +126,7 @@ class Plan:
         return said
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, without the timeline."""
+        """For JSON, without the timeline. reserved_bytes are beside has_bytes: no tensor gets them."""
         return {
             "fits": self.fits,
             "ranks": self.hardware.ranks,
@@ -137,6 +137,7 @@ class Plan:
                 tier.name: {
                     "peak_bytes": tier.peak, "at_peak": dict(tier.at_peak), "phase": tier.phase,
                     "rests_bytes": tier.rests, "initialize_bytes": tier.initialize, "has_bytes": tier.has,
+                    "reserved_bytes": self.hardware.reserved_bytes if tier is self.device else 0,
                 }
                 for tier in self.tiers
             },

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any
@@ -33,17 +33,19 @@ _CPU, _META = torch.device("cpu"), torch.device("meta")
 _MAKERS = frozenset({"aten::empty", "aten::zeros", "aten::ones", "aten::full", "aten::rand", "aten::randn",
                      "aten::empty_strided", "aten::new_empty"})  # fmt: skip
 _DEVICE = torch.ops.prim.device.default
-_PLAIN = frozenset({_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.mul.Scalar, _aten.neg.default,
-                    _aten.mm.default, _aten._unsafe_view.default, _aten.clone.default, _aten.div.Tensor,
-                    _aten.div.Scalar, _aten.pow.Tensor_Scalar, _aten.rsqrt.default, _aten.mean.dim,
-                    _aten.sum.dim_IntList, _aten.silu.default, _aten.cat.default})  # fmt: skip
-"""What these return follows from shapes, dtypes and strides alone, as the meta device computes it."""
 _LIKE = frozenset({_aten.empty_like.default, _aten.new_empty.default})
 """Make a tensor like another one."""
 _IN_PLACE = frozenset({_aten.copy_.default, _aten.zero_.default, _aten.fill_.Scalar, _aten.add_.Tensor,
                        _aten.mul_.Tensor, _aten.div_.Tensor})  # fmt: skip
 """Of these the first argument is the result, whatever the others are."""
 _FROM_META = (_aten._to_copy.default, _aten.empty_like.default)
+_Way = Callable[[Any, tuple[Any, ...], Mapping[str, Any], bool], Any]
+"""Answers an operation that is given fake tensors, and no others (alone) or some."""
+
+
+_forms: dict[Any, Any] = {}
+"""What is given to an operation → what comes out: of all plans of a process, because nothing but torch decides it."""
+_MOST_FORMS = 1 << 14
 
 
 class NoValues(Mode):
@@ -57,6 +59,7 @@ class NoValues(Mode):
 
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._kind = FakeTensor
+        self._ways: dict[int, _Way] = {}
         self._on_cpu = vars(FakeTensor(self._fake, torch.empty(0, device="meta"), _CPU))
 
     def __torch_dispatch__(
@@ -66,34 +69,90 @@ class NoValues(Mode):
         if func is _DEVICE and isinstance(args[0], self._kind):
             return args[0].fake_device  # asked more often than all else; torch dispatches it as an operation
         kwargs = kwargs or {}
-        result = self._answer(func, args, kwargs)
+        tensors = tensors_in(args)
+        if kwargs:
+            tensors += tensors_in(tuple(kwargs.values()))
+        result = self._answer(func, args, kwargs, tensors)
         for seen in self._seen:
-            seen(func, args, kwargs, result)
+            seen(func, args, kwargs, tensors, result)
         return result
 
-    def _answer(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        kind = self._kind
-        tensors = [*tensors_in(args), *(tensors_in(tuple(kwargs.values())) if kwargs else ())]
+    def _answer(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]) -> Any:
         if not tensors:
             return self._make(func, args, kwargs)
-        fakes = sum([isinstance(each, kind) for each in tensors])
-        if fakes:
-            if fakes == len(tensors):
-                if func.is_view or func in _PLAIN:
-                    return self._of_meta(func, args, kwargs)
-                if func in _LIKE and _device(kwargs, "cpu").type == "cpu" and not kwargs.get("pin_memory"):
-                    return self._of_meta(func, args, {**kwargs, "device": _META})
-            if func in _IN_PLACE:
-                return args[0]
-            if func is _aten._local_scalar_dense.default:
-                return self._number(args[0].dtype)
-            if func in (_aten.equal.default, _aten.allclose.default):
-                return True
-            if func is _aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
-                return self._grouped(func, args, kwargs)
-        elif func in _FROM_META and tensors[0].is_meta and _device(kwargs, "meta").type != "meta":
-            return self.empty(tensors[0], kwargs.get("dtype"))
+        kind, fakes = self._kind, 0
+        for each in tensors:
+            fakes += isinstance(each, kind)
+        if not fakes:
+            if func in _FROM_META and tensors[0].is_meta and _device(kwargs, "meta").type != "meta":
+                return self.empty(tensors[0], kwargs.get("dtype"))
+            return func(*args, **kwargs)
+        how = self._ways.get(id(func))
+        if how is None:
+            how = self._ways[id(func)] = self._way(func)
+        return how(func, args, kwargs, fakes == len(tensors))
+
+    def _way(self, func: Any) -> _Way:
+        """How ``func`` is answered where it is given fake tensors."""
+        schema = func._schema
+        makes_new = not schema.is_mutable and all(each.alias_info is None for each in schema.returns)
+        chosen: Mapping[Any, _Way] = {
+            **dict.fromkeys(_LIKE, self._like),
+            **dict.fromkeys(_IN_PLACE, lambda func, args, kwargs, alone: args[0]),
+            _aten._local_scalar_dense.default: lambda func, args, kwargs, alone: self._number(args[0].dtype),
+            _aten.equal.default: lambda func, args, kwargs, alone: True,
+            _aten.allclose.default: lambda func, args, kwargs, alone: True,
+            _aten._grouped_mm.default: self._grouped,
+        }
+        if func in chosen:
+            return chosen[func]
+        return self._view if func.is_view else self._new if makes_new else self._as_torch
+
+    @staticmethod
+    def _as_torch(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], alone: bool) -> Any:
         return func(*args, **kwargs)
+
+    def _view(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], alone: bool) -> Any:
+        return self._of_meta(func, args, kwargs) if alone else func(*args, **kwargs)
+
+    def _like(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], alone: bool) -> Any:
+        if alone and _device(kwargs, "cpu").type == "cpu" and not kwargs.get("pin_memory"):
+            return self._of_meta(func, args, {**kwargs, "device": _META})
+        return func(*args, **kwargs)
+
+    def _new(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], alone: bool) -> Any:
+        """What comes out has memory of its own, and its shape follows from what is given: torch is asked once for each
+        form of that, which takes longer than all else of an operation."""
+        form = _form_of(self._kind, (func, torch.get_default_dtype(), args, tuple(kwargs.items()))) if alone else None
+        if form is None:
+            return func(*args, **kwargs)
+        if (known := _forms.get(form)) is None:
+            found = func(*args, **kwargs)
+            if len(_forms) >= _MOST_FORMS:
+                _forms.clear()
+            _forms[form] = self._shapes_of(found) or ()
+            return found
+        if not known:
+            return func(*args, **kwargs)
+        kind, shapes = known
+        made = [self._shown(torch.empty_strided(*shape, dtype=dtype, device=_META)) for *shape, dtype in shapes]
+        return made[0] if kind is None else kind(made)
+
+    def _shapes_of(self, found: Any) -> tuple[type | None, Sequence[tuple[Any, ...]]] | None:
+        """Whether several, and of each its size, strides and dtype; None where that does not say all of them."""
+        several = type(found) in (list, tuple)
+        shapes = []
+        for each in found if several else (found,):
+            if type(each) is not self._kind or each.layout is not torch.strided or each.storage_offset():
+                return None
+            shape = (each.size(), each.stride(), each.dtype)
+            new = torch.empty_strided(each.size(), each.stride(), dtype=each.dtype, device=_META)
+            if new.untyped_storage().nbytes() != each.untyped_storage().nbytes() or each.device != _CPU:
+                return None
+            shapes.append(shape)
+        if len({each.untyped_storage()._cdata for each in (found if several else (found,))}) != len(shapes):
+            return None
+        return (type(found) if several else None), shapes
 
     def _of_meta(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What torch's fake mode does for these operations, in a sixth of its time: it asks a cache of all operations,
@@ -124,8 +183,10 @@ class NoValues(Mode):
     def _number(dtype: torch.dtype) -> bool | float | int:
         return False if dtype is torch.bool else 1.0 if dtype.is_floating_point else 0
 
-    def _grouped(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    def _grouped(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], alone: bool) -> Any:
         """Torch says of bf16 alone which shape comes out, and computes in other dtypes, too."""
+        if args[0].dtype is torch.bfloat16:
+            return func(*args, **kwargs)
         dtype = kwargs.get("out_dtype") or args[0].dtype
         halves = [self.empty(each, torch.bfloat16) for each in args[:2]]
         return self.empty(func(*halves, *args[2:], **{**kwargs, "out_dtype": torch.bfloat16}), dtype)
@@ -146,6 +207,28 @@ class NoValues(Mode):
     def empty(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """A fake tensor of the shape and strides of ``like``."""
         return self._shown(torch.empty_strided(like.shape, like.stride(), dtype=dtype or like.dtype, device=_META))
+
+
+def _form_of(kind: type[Tensor], given: Any) -> Any:
+    """What tells apart what is given to an operation, but for values; None where that is not known."""
+    if type(given) is kind:
+        return (given.shape, given.stride(), given.dtype) if given.layout is torch.strided else None
+    if type(given) in (tuple, list):
+        found = []
+        for each in given:
+            if each is None or type(each) in _WORDS:
+                found.append(each)
+            elif (form := _form_of(kind, each)) is None:
+                return None
+            else:
+                found.append(form)
+        return tuple(found)
+    if type(given) in (int, float, bool):
+        return type(given), given
+    return given if isinstance(given, torch._ops.OpOverload) else None
+
+
+_WORDS = frozenset({str, torch.dtype, torch.device, torch.layout, torch.memory_format})
 
 
 def _device(kwargs: Mapping[str, Any], otherwise: str) -> torch.device:
@@ -172,7 +255,7 @@ def kept_on_gpu() -> Iterator[None]:
         def dropout(values: Tensor, chance: float, training: bool) -> Tensor:
             if training and 0 < chance < 1:
                 return torch.native_dropout(values, chance, True)[0]
-            return func._op_dk(whole, values, chance, training)  # type: ignore[no-any-return]
+            return func._op_dk(whole, values, chance, training)
 
         return dropout
 
@@ -181,7 +264,7 @@ def kept_on_gpu() -> Iterator[None]:
     def attention(
         query: Tensor, key: Tensor, value: Tensor, mask: Any = None, _: float = 0.0, *more: Any, **rest: Any
     ) -> Tensor:
-        return attend._op_dk(whole, query, key, value, mask, 0.0, *more, **rest)  # type: ignore[no-any-return]
+        return attend._op_dk(whole, query, key, value, mask, 0.0, *more, **rest)
 
     with torch.library._scoped_library("aten", "IMPL") as library:
         for func in (_aten.dropout.default, _aten.dropout_.default):

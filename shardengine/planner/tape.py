@@ -164,6 +164,8 @@ class Recorder:
         self._fake = FakeTensor
         self._apart, self._is_host, self._phase = apart, is_host, phase
         self._made = 0
+        self._idle_of: dict[int, int] = {}
+        """Of operations that are no work, what they add to ``Compute.before``; -1: it is work."""
         self.start()
         self._on = False
 
@@ -204,18 +206,22 @@ class Recorder:
             self.tape.events.append(Phase(phase))
         self.tape.events.append(event)
 
-    def saw(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+    def saw(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[Tensor], result: Any
+    ) -> None:
         """As ``Seen``."""
         if not self._on:
             return
+        if (idle := self._idle_of.get(id(func))) is None:  # torch's own hash of an operation is a call
+            idle = self._idle_of[id(func)] = -1 if costs.is_work(func) else int(func.namespace != "prim")
         if func is _READ and isinstance(args[0], self._fake):
             self._read(args[0])
-        elif not costs.is_work(func):
-            self._idle += func.namespace != "prim"
+        elif idle >= 0:
+            self._idle += idle
         else:
-            tensors = [*tensors_in(args), *tensors_in(tuple(kwargs.values())), *tensors_in(result)]
-            if any(isinstance(each, self._fake) for each in tensors):
-                self._operation(func, args, kwargs, result, tensors)
+            all_ = [*tensors, *tensors_in(result)]
+            if any(isinstance(each, self._fake) for each in all_):
+                self._operation(func, args, kwargs, result, all_)
 
     def _read(self, value: Tensor) -> None:
         """The host asks for a number, and waits for what it comes from."""
@@ -267,11 +273,26 @@ class Recorder:
 
 def _form(given: Any) -> tuple[Any, ...]:
     """What is given to an operation, in values that can be compared; numbers but no tensors count."""
-    return tuple(
-        (each.shape, each.stride(), each.dtype) if isinstance(each, Tensor)
-        else each if isinstance(each, (int, float, bool, str, torch.dtype)) else type(each)
-        for each in pytree.tree_leaves(given)
-    )  # fmt: skip
+    found: list[Any] = []
+    _add_form(given, found)
+    return tuple(found)
+
+
+def _add_form(given: Any, found: list[Any]) -> None:
+    for each in given.values() if type(given) is dict else given:
+        if isinstance(each, Tensor):
+            found.append((each.shape, each.stride(), each.dtype))
+        elif isinstance(each, _VALUES):
+            found.append(each)
+        elif type(each) in (list, tuple, dict):
+            _add_form(each, found)
+        elif each is None or not (leaves := pytree.tree_leaves(each)) or leaves[0] is each:
+            found.append(type(each))
+        else:
+            _add_form(leaves, found)
+
+
+_VALUES = (int, float, bool, str, torch.dtype)
 
 
 def _shapes(given: Any) -> Any:

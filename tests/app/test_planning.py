@@ -198,9 +198,12 @@ def test_the_fastest_that_fits_is_printed_written_and_trains(
     assert head.split() == ["config", "micro-batch", "GPU", "step", "samples/s"]
     assert first.split()[:4] == ["1", "stage", "0", "2"]
     assert text.startswith("1: stage 0\n") and "1 GPU of 24.0 GB" in text and "GPU: fits, " in text
+    assert table.splitlines()[-3].startswith("micro-batch: samples of a rank in one forward · GPU, host: what a rank")
     told = [line for line in said.err.splitlines() if "micro-batches of" in line]
-    assert told[0] == "stage 0, micro-batches of 1" and told[-1] == "check: stage 0, micro-batches of 2"
-    assert "stage 0, activations again, micro-batches of 2" in told, "of a model with dropout, too"
+    now = [line.rpartition("; now ")[2] for line in told]
+    assert told[1].startswith("1 of about ") and "; best so far: " in told[1] and " samples/s; now " in told[1]
+    assert now[1] == "stage 0, micro-batches of 1" and now[-1] == "a check of stage 0, micro-batches of 2"
+    assert "stage 0, activations again, micro-batches of 2" in now, "of a model with dropout, too"
     written = json.loads(target.read_text())
     assert written["train_batch_size"] == 2 and written["bf16"] == {"enabled": True}
     assert target.read_text().startswith('{\n  "train_batch_size": 2,')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from shardengine import Choice, Hardware, Plan, choose, load_config, plan
 from shardengine.errors import ConfigError, UsageError
-from shardengine.planner import Rates, memory_plan, table_of
+from shardengine.planner import Rates, columns_of, memory_plan, show_bytes, table_of
 from shardengine.planner.choice import Candidate, Row, _settled, global_batch
 from shardengine.planner.hardware import RESERVED
 
@@ -243,6 +244,33 @@ def test_what_the_user_said_stays(place: str, again: bool) -> None:
     assert read.activation_checkpointing.enabled == again
 
 
+def test_it_is_told_how_far_the_search_is_and_what_is_best_so_far() -> None:
+    """What needs least of its place is planned first, so that there is an answer soon; the best so far only improves,
+    and what is chosen was the best at the end."""
+    told: list[str] = []
+    found = chosen(LARGE, told=told.append)
+    parts = [re.fullmatch(r"(\d+) of about (\d+)(?:; (.*?))?; now (.*)", each) for each in told]
+    assert [int(part[1]) for part in parts if part] == list(range(found.tried)) and len(told) == found.tried
+    assert all(part and int(part[1]) < int(part[2]) for part in parts)
+    assert parts[0] and parts[0][4] == "stage 3, activations again, micro-batches of 1" and parts[0][3] is None
+    best = [part[3].removeprefix("best so far: ") for part in parts[1:] if part]
+    speeds = [float(re.sub(r".*, (\S+) samples/s", r"\1", each)) for each in best]
+    assert speeds == sorted(speeds)
+    first = found.rows[0]
+    assert best[-1] == f"{first.candidate}, micro-batches of {first.samples}, {first.samples_per_s:.3g} samples/s"
+    nothing: list[str] = []
+    chosen(gpus(1_200_000, 1, host_bytes=2_400_000), told=nothing.append)
+    assert nothing and all("nothing fits so far" in each for each in nothing[1:])
+
+
+def test_what_is_chosen_leaves_what_no_tensor_gets() -> None:
+    found = chosen(LARGE)
+    assert found.plan is not None and LARGE.reserved_bytes > 0
+    assert found.plan.device.need + LARGE.reserved_bytes <= LARGE.device_bytes
+    assert found.plan.as_dict()["tiers"]["GPU"]["reserved_bytes"] == LARGE.reserved_bytes
+    assert f"({show_bytes(LARGE.reserved_bytes)} of each GPU are left to CUDA and NCCL" in columns_of(found)
+
+
 def test_what_is_needed_where_nothing_fits_is_true() -> None:
     """The host is too small for one rank; of two, with one each, gradients of another are on the device, too."""
     told: list[str] = []
@@ -254,9 +282,9 @@ def test_what_is_needed_where_nothing_fits_is_true() -> None:
     assert (found.rows, found.config, found.plan) == ([], None, None)
     closest, *needed = found.needed
     assert closest.startswith("nothing fits; the closest is stage 3, states on the host, micro-batches of 1: GPU: fits")
-    assert "host: does not fit" in closest and told[-3:] == [
-        "would it fit with 2 ranks?", "would it fit with 4 ranks?",
-        "would it fit with states of 8 bits (data_types.optimizer_state_dtype)?"
+    assert "host: does not fit" in closest
+    assert [each.partition("; nothing fits so far; now whether it would fit with ")[2] for each in told[-3:]] == [
+        "2 ranks", "4 ranks", "states of 8 bits (data_types.optimizer_state_dtype)"
     ]  # fmt: skip
     assert [sentence.partition(":")[0] for sentence in needed] == [
         "it would fit with 4 ranks", "it would fit with states of 8 bits (data_types.optimizer_state_dtype)"

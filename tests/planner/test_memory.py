@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -20,6 +20,7 @@ from shardengine.errors import UsageError
 from shardengine.kernels import Spans
 from shardengine.planner import DryRun, Place, dry_run, without_weights
 from shardengine.planner.dry_engine import FORWARD, INITIALIZE, STEP, bytes_by_kind
+from shardengine.planner.ledger import Watch
 from tests.support.forks import Forks
 
 WORDS, TOKENS, WIDTH, BUCKET = 256, 256, 64, 20_000
@@ -49,7 +50,7 @@ def with_values() -> Iterator[Callable[[], int]]:
         return made
 
     running = sys.modules["shardengine.planner.dry_engine"]
-    with patch.object(running, "without_values", lambda **_: nullcontext()), patch.object(Spans, "table", seen):
+    with patch.object(running, "without_values", lambda *seen, **_: Watch(*seen)), patch.object(Spans, "table", seen):
         yield lambda: sum(tables.values())
 
 
