@@ -85,7 +85,7 @@ class NoValues(Mode):
             fakes += isinstance(each, kind)
         if not fakes:
             if func in _FROM_META and tensors[0].is_meta and _device(kwargs, "meta").type != "meta":
-                return self.empty(tensors[0], kwargs.get("dtype"))
+                return self._empty(tensors[0], kwargs.get("dtype") or tensors[0].dtype)
             return func(*args, **kwargs)
         how = self._ways.get(id(func))
         if how is None:
@@ -188,8 +188,8 @@ class NoValues(Mode):
         if args[0].dtype is torch.bfloat16:
             return func(*args, **kwargs)
         dtype = kwargs.get("out_dtype") or args[0].dtype
-        halves = [self.empty(each, torch.bfloat16) for each in args[:2]]
-        return self.empty(func(*halves, *args[2:], **{**kwargs, "out_dtype": torch.bfloat16}), dtype)
+        halves = [self._empty(each, torch.bfloat16) for each in args[:2]]
+        return self._empty(func(*halves, *args[2:], **{**kwargs, "out_dtype": torch.bfloat16}), dtype)
 
     def _make(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if func._schema.name not in _MAKERS or _device(kwargs, "cpu").type == "meta":
@@ -204,9 +204,15 @@ class NoValues(Mode):
             return self._shown(func(*args, **{**kwargs, "device": _META}))
         return func(*args, **kwargs)
 
-    def empty(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    def empty(self, like: Tensor) -> Tensor:
         """A fake tensor of the shape and strides of ``like``."""
-        return self._shown(torch.empty_strided(like.shape, like.stride(), dtype=dtype or like.dtype, device=_META))
+        found = self._empty(like, like.dtype)
+        for seen in self._seen:
+            seen(_aten.empty_strided.default, (), {}, (), found)
+        return found
+
+    def _empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        return self._shown(torch.empty_strided(like.shape, like.stride(), dtype=dtype, device=_META))
 
 
 def _form_of(kind: type[Tensor], given: Any) -> Any:
@@ -246,20 +252,17 @@ def kept_on_gpu() -> Iterator[None]:
     """Inside, operations of which a GPU keeps something else for backward than a CPU keep that, also where backward
     computes them again.
 
-    dropout: a mask of bytes, not of the input's dtype · scaled_dot_product_attention with dropout: what attention keeps
-    without, its mask being drawn again; a CPU keeps all probabilities.
+    dropout: a mask of bytes, not of the input's dtype (in place both keep the same) · scaled_dot_product_attention with
+    dropout: what attention keeps without, its mask being drawn again; a CPU keeps all probabilities.
     """
     whole = torch._C.DispatchKey.CompositeImplicitAutograd
 
-    def of_dropout(func: Any) -> Callable[[Tensor, float, bool], Tensor]:
-        def dropout(values: Tensor, chance: float, training: bool) -> Tensor:
-            if training and 0 < chance < 1:
-                return torch.native_dropout(values, chance, True)[0]
-            return func._op_dk(whole, values, chance, training)
+    drop, attend = _aten.dropout.default, _aten.scaled_dot_product_attention.default
 
-        return dropout
-
-    attend = _aten.scaled_dot_product_attention.default
+    def dropout(values: Tensor, chance: float, training: bool) -> Tensor:
+        if training and 0 < chance < 1:
+            return torch.native_dropout(values, chance, True)[0]
+        return drop._op_dk(whole, values, chance, training)
 
     def attention(
         query: Tensor, key: Tensor, value: Tensor, mask: Any = None, _: float = 0.0, *more: Any, **rest: Any
@@ -267,8 +270,7 @@ def kept_on_gpu() -> Iterator[None]:
         return attend._op_dk(whole, query, key, value, mask, 0.0, *more, **rest)
 
     with torch.library._scoped_library("aten", "IMPL") as library:
-        for func in (_aten.dropout.default, _aten.dropout_.default):
-            library.impl(func._schema.name.removeprefix("aten::"), of_dropout(func), "AutogradCPU")
+        library.impl("dropout", dropout, "AutogradCPU")
         library.impl("scaled_dot_product_attention", attention, "AutogradCPU")
         yield
 

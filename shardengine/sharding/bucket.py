@@ -450,7 +450,8 @@ class FlatBuffer:
     def _cut(self) -> None:
         """Buckets are views of the storage that was built anew."""
         for bucket in self.buckets:
-            bucket.full = self.flat[bucket.layout.start : bucket.layout.end]
+            whole, start, end = len(self.flat), bucket.layout.start, bucket.layout.end
+            bucket.full = self.flat.narrow(0, min(start, whole), min(end, whole) - min(start, whole))
 
     def offload(self, *, pinned: bool) -> None:
         """Move the weights that are kept on the device to host memory, until ``reload``; nobody may use them meanwhile.

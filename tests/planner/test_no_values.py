@@ -70,3 +70,83 @@ def test_what_cannot_be_held_is_refused_without_values_too() -> None:
 
     with kernels.without_values(), pytest.raises(UsageError, match="is a DTensor"):
         inner.check("w", nn.Parameter(torch.randn(2).as_subclass(DTensor), requires_grad=False))
+
+
+def attention(x: Tensor) -> Tensor:
+    return nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+ASKED: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "sum of two": lambda x, y: x + y,
+    "transposed": lambda x, y: (x.t() * 2).pow(2),
+    "number of another kind": lambda x, y: (x.long() * 2.5, x.long() * 2),
+    "product": lambda x, y: x @ y.t(),
+    "mean": lambda x, y: x.mean(-1, keepdim=True) / y.rsqrt(),
+    "cast": lambda x, y: (x.to(torch.bfloat16), x.t().to(torch.float64)),
+    "cat": lambda x, y: torch.cat([x, y.t().contiguous().t()], 1),
+    "parts": lambda x, y: [*x.chunk(3, 1), *x.split(4), *x.unbind(), x[2:5, 1], x.expand(2, 8, 12)],
+    "largest": lambda x, y: x.max(0),
+    "like": lambda x, y: (torch.empty_like(x.t()), x.new_empty(3), torch.zeros_like(x, dtype=torch.float16)),
+    "attention": lambda x, y: attention(x.view(1, 2, 4, 12)[..., :8].transpose(1, 2)),
+    "several": lambda x, y: torch.var_mean(x, 0),
+}
+
+
+@pytest.mark.parametrize("what", list(ASKED))
+def test_what_comes_out_has_the_form_that_it_has_with_values(what: str) -> None:
+    """The first time and the second, when it is known, and of other strides."""
+
+    def forms(found: Any) -> list[Any]:
+        several = [found] if isinstance(found, Tensor) else list(found)
+        return [(each.shape, each.stride(), each.dtype, each.untyped_storage().nbytes()) for each in several]
+
+    for turned in (False, True):
+        with without_values():
+            x, y = (
+                (torch.randn(12, 8).t(), torch.randn(12, 8).t()) if turned else (torch.randn(8, 12), torch.randn(8, 12))
+            )
+            if turned and what == "attention":
+                x = x.contiguous()
+            found = [forms(ASKED[what](x, y)) for _ in range(2)]
+        x, y = (torch.randn(12, 8).t(), torch.randn(12, 8).t()) if turned else (torch.randn(8, 12), torch.randn(8, 12))
+        x = x.contiguous() if turned and what == "attention" else x
+        assert found == [forms(ASKED[what](x, y))] * 2
+
+
+def test_what_comes_out_has_memory_of_its_own() -> None:
+    with without_values():
+        x = torch.randn(8, 12)
+        made = [x * 2 for _ in range(3)]
+        assert len({each.untyped_storage()._cdata for each in (x, *made)}) == 4
+        assert x[2:].untyped_storage()._cdata == x.untyped_storage()._cdata
+
+
+def test_who_hears_of_operations_hears_what_was_given_and_returned() -> None:
+    heard: list[tuple[str, list[Any], Any]] = []
+
+    def seen(func: Any, args: Any, kwargs: Any, tensors: Any, result: Any) -> None:
+        heard.append((func._schema.name, list(tensors), result))
+
+    with without_values(seen):
+        x = torch.randn(2, 3)
+        y = x.add(x, alpha=2)
+    name, tensors, result = heard[-1]
+    assert name == "aten::add" and all(each is x for each in tensors) and len(tensors) == 2
+    assert result.shape == y.shape and heard[0][0] == "aten::randn"
+
+
+def test_dropout_is_that_of_a_gpu_inside_alone() -> None:
+    """In place a GPU, too, keeps what it multiplies with, in the dtype of the input."""
+
+    def node(of: Callable[[Tensor], Tensor]) -> str:
+        return type(of(torch.randn(2, 3, requires_grad=True)).grad_fn).__name__
+
+    drop = nn.functional.dropout
+    with without_values(on_gpu=True):
+        assert node(lambda x: drop(x, 0.1)) == node(nn.Dropout(0.1)) == "NativeDropoutBackward0"
+        assert node(lambda x: drop(x * 1, 0.1, inplace=True)) == "MulBackward0"
+        x = torch.randn(2, 3)
+        assert drop(x, 0.1, training=False).untyped_storage()._cdata == x.untyped_storage()._cdata
+    with without_values():
+        assert node(lambda x: drop(x, 0.1)) == "MulBackward0"
+    assert node(lambda x: drop(x, 0.1)) == "MulBackward0"
