@@ -287,7 +287,7 @@ class Collectives:
 
             def call() -> list[dist.Work]:
                 length = sent.numel() // line.ranks
-                own = sent.narrow(0, line.rank * length, length)
+                own = sent[line.rank * length : (line.rank + 1) * length]
                 return [mesh.wire.all_gather(sent, own, line.group)]
 
         size = full.nbytes * (line.ranks - 1) // line.ranks

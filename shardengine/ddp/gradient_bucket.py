@@ -147,7 +147,7 @@ class LocalSum:
         if parameter in self._waiting:
             self.settle(dtype)
         first, end = self._parts[parameter]
-        part = gradient if end - first == gradient.numel() else gradient.narrow(0, first, end - first)
+        part = gradient if end - first == gradient.numel() else gradient[first:end]
         self._waiting[parameter], self._versions[parameter] = part, part._version
 
     def settle(self, dtype: torch.dtype) -> Tensor:
@@ -405,7 +405,7 @@ class GradientBucket:
             self._pool.give(total)
 
     def _squares_of(self, complete: Tensor) -> list[Tensor]:
-        return [sum_of_squares(complete.narrow(0, start, end - start)) for start, end in self.own.values()]
+        return [sum_of_squares(complete[start:end]) for start, end in self.own.values()]
 
     def _keep_squares(self, complete: Tensor, *, on_host: bool) -> None:
         """In memory of the pool, because the stream of a hook is not the one on which they are read."""

@@ -177,7 +177,7 @@ class _Filling:
         parts = []
         for piece in self._layout.pieces(bucket.layout):
             member, spec = self._by_index[piece.parameter], self._layout.parameters[piece.parameter]
-            target = full.narrow(0, piece.start - bucket.layout.start, piece.end - piece.start)
+            target = full[piece.start - bucket.layout.start : piece.end - bucket.layout.start]
             if self._collectives.mesh.rank == 0 and (left is None or not left.hides(member.parameter)):
                 if source is not None and source.gives(member.parameter):
                     source.fill(member.parameter, spec.order, piece.offset, target)
@@ -239,11 +239,9 @@ class _Filling:
         values, end = torch.empty_like(bucket.full, dtype=torch.float32), 0
         for piece in self._layout.pieces(bucket.layout):
             start = piece.start - bucket.layout.start
-            if start > end:
-                values[end:start].zero_()
+            values[end:start].zero_()
             end = start + piece.end - piece.start
-        if end < len(values):
-            values[end:].zero_()
+        values[end:].zero_()
         return values
 
     def _end(self, bucket: Bucket, full: Tensor) -> None:

@@ -78,7 +78,7 @@ class Bucket:
         self.layout = layout
         self.rank = rank
         self.flat_buffer = flat_buffer
-        self.full = flat_buffer.flat.narrow(0, layout.start, layout.length)
+        self.full = flat_buffer.flat[layout.start : layout.end]
         self.state = state
         self.state_store = state_store
         self.rests = rests
@@ -124,7 +124,7 @@ class Bucket:
         of the bucket's full length."""
         first, end = self.layout.interval(placement, self.rank)
         start, _ = self.layout.interval(of, self.rank)
-        return full.narrow(0, first - start, end - first)  # brackets cost a host twice as much
+        return full[first - start : end - start]
 
     @property
     def interval(self) -> tuple[int, int]:
@@ -394,7 +394,7 @@ class FlatBuffer:
     def view_of(self, flat: Tensor, number: int, first: int = 0) -> Tensor:
         """The view with the parameter's shape of slot ``number`` in ``flat``, which begins with element ``first``."""
         slot = self.layout.slots[number]
-        return shaped(flat.narrow(0, slot.start - first, slot.end - slot.start), self.specs[number])
+        return shaped(flat[slot.start - first : slot.end - first], self.specs[number])
 
     @property
     def is_stepped(self) -> bool:
@@ -450,8 +450,7 @@ class FlatBuffer:
     def _cut(self) -> None:
         """Buckets are views of the storage that was built anew."""
         for bucket in self.buckets:
-            whole, start, end = len(self.flat), bucket.layout.start, bucket.layout.end
-            bucket.full = self.flat.narrow(0, min(start, whole), min(end, whole) - min(start, whole))
+            bucket.full = self.flat[bucket.layout.start : bucket.layout.end]
 
     def offload(self, *, pinned: bool) -> None:
         """Move the weights that are kept on the device to host memory, until ``reload``; nobody may use them meanwhile.
