@@ -60,7 +60,7 @@ else
 		echo "the site needs the extra docs: $(PY) -m pip install -c constraints.txt '.[docs]'" >&2; exit 2; }
 endif
 	$(PY) -m mkdocs build --strict $(ARGS)
-	@echo "open build/site/index.html; its search needs a server: python3 -m http.server -d build/site"
+	@echo "open build/site/index.html"
 
 clean:  ## remove caches and builds; .venv and what runs wrote stay
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

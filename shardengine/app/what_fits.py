@@ -7,7 +7,6 @@ Must not know: how a plan is made.
 from __future__ import annotations
 
 import argparse
-import copy
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -32,16 +31,16 @@ class _Change(NamedTuple):
         return " ".join(f"{self.option} {shlex.quote(value)}" for value in self.values)
 
     def applied(self, options: argparse.Namespace) -> argparse.Namespace:
-        found = copy.copy(options)
+        given = vars(options)
         if self.option == "--set":
-            found.set = [*(options.set or ()), *self.values]
+            given = {**given, "set": [*(options.set or ()), *self.values]}
             if any(value.startswith(MICRO) for value in self.values):
-                found.micro_batch = None
+                given["micro_batch"] = None
         elif self.option == "--length":
-            found.length = int(self.values[0])
+            given = {**given, "length": int(self.values[0])}
         else:
-            found.gpus = self.values[0]
-        return found
+            given = {**given, "gpus": self.values[0]}
+        return argparse.Namespace(**given)
 
 
 def sentences(options: argparse.Namespace, found: Plan, planned: Callable[[argparse.Namespace], Plan]) -> Iterator[str]:

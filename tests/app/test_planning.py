@@ -198,7 +198,7 @@ def test_the_fastest_that_fits_is_printed_written_and_trains(
     assert head.split() == ["config", "micro-batch", "GPU", "step", "samples/s"]
     assert first.split()[:4] == ["1", "stage", "0", "2"]
     assert text.startswith("1: stage 0\n") and "1 GPU of 24.0 GB" in text and "GPU: fits, " in text
-    assert table.splitlines()[-3].startswith("micro-batch: samples of a rank in one forward · GPU, host: what a rank")
+    assert table.splitlines()[-3].startswith("micro-batch: samples of a rank in one forward · GPU: what a rank needs")
     told = [line for line in said.err.splitlines() if "micro-batches of" in line]
     now = [line.rpartition("; now ")[2] for line in told]
     assert told[1].startswith("1 of about ") and "; best so far: " in told[1] and " samples/s; now " in told[1]

@@ -18,8 +18,22 @@ PATHS = {rules.module_of(path): path for path in SOURCES}
 MODULES = frozenset(PATHS)
 KNOWN = MODULES | {"shardengine.stages.record"}
 
-TEXT_SUFFIXES = {".py", ".md", ".toml", ".txt", ".json", ".yml", ".yaml", ".cfg", ".sh"}
-TEXT_NAMES = {"Makefile", "LICENSE", ".gitignore", "run"}
+TEXT_SUFFIXES = {
+    ".py",
+    ".md",
+    ".toml",
+    ".txt",
+    ".json",
+    ".yml",
+    ".yaml",
+    ".cfg",
+    ".sh",
+    ".ipynb",
+    ".css",
+    ".js",
+    ".html",
+}
+TEXT_NAMES = {"Makefile", "LICENSE", ".gitignore", "Dockerfile", ".dockerignore", "run"}
 TEXT_FOLDERS = ("shardengine", "tests", "benchmarks", "configs", "docs", "examples", ".ci", ".github")
 OPTIONAL_IMPORTS = (
     "triton", "transformers", "tokenizers", "matplotlib", "tqdm", "accelerate", "peft", "trl", "lightning", "cpuinfo",
