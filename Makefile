@@ -50,12 +50,7 @@ gpu: setup  ## what one GPU can tell: PART=1, 2 and 3, each in less than 10 minu
 	$(PY) -m benchmarks.gpu $(if $(PART),--part $(PART)) $(if $(FRESH),--fresh) $(ARGS)
 
 docs: setup  ## build the site of docs/ into build/site; broken links are errors
-ifneq ($(VENV),)
-	@if cat constraints.txt pyproject.toml | cmp -s - $(STAMP)-docs; then exit 0; fi; set -e; \
-	echo "installing what builds the site into $(VENV)"; \
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'; \
-	cat constraints.txt pyproject.toml > $(STAMP)-docs
-else
+ifeq ($(VENV),)
 	@$(PY) -c 'import mkdocs, mkdocstrings_handlers.python' 2>/dev/null || { \
 		echo "the site needs the extra docs: $(PY) -m pip install -c constraints.txt '.[docs]'" >&2; exit 2; }
 endif

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -68,17 +68,23 @@ def pytest_unconfigure() -> None:
 # Tiers (tests/support/tiers.py)
 
 
+CASES = "cases"
+"""The property of a test that says how many cases its function has, also those that the chosen tier leaves out."""
+
+
 class Durations:
     """Adds up what each case takes, and writes the record when all have run. keep: what stays of the record."""
 
     def __init__(self, keep: tiers.Record | None) -> None:
         self.keep = keep
         self.seconds: dict[str, float] = defaultdict(float)
+        self.cases: dict[str, int] = {}
         self.skipped: set[str] = set()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Set-up, the test, the end."""
         self.seconds[report.nodeid] += report.duration
+        self.cases[tiers.function_of(report.nodeid)] = dict(report.user_properties)[CASES]  # type: ignore[assignment]
         if report.skipped:
             self.skipped.add(report.nodeid)
 
@@ -86,12 +92,12 @@ class Durations:
         """The process that hears of all tests writes, unless the run was broken off. What was skipped has no cost."""
         if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             ran = {nodeid: each for nodeid, each in self.seconds.items() if nodeid not in self.skipped}
-            tiers.write(ran, keep=self.keep)
+            tiers.write(ran, self.cases, keep=self.keep)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """``--record-durations``."""
-    text = f"write what tests took to {tiers.RECORD.name}, on an idle machine: all (`make test EVERY=1`) or whole files"
+    text = f"write what tests took to {tiers.RECORD.name}, on an idle machine: `make test ALL=1`, EVERY=1 or whole files"
     parser.addoption("--record-durations", action="store_true", help=text)
 
 
@@ -99,9 +105,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """Under xdist the reports of all workers reach the process that started them."""
     if not config.getoption("--record-durations"):
         return
-    if config.option.markexpr or config.option.keyword or any("::" in each for each in config.args):
+    whole = config.option.markexpr in ("", "thorough") and not config.option.keyword
+    if not whole or any("::" in each for each in config.args):
         raise pytest.UsageError(
-            "--record-durations: expected a run of every test (make test EVERY=1 RECORD=1), or whole files "
+            "--record-durations: expected a run of every test function (make test ALL=1 RECORD=1), or whole files "
             "(make test ARGS='tests/engine --record-durations')"
         )
     if "PYTEST_XDIST_WORKER" not in os.environ:
@@ -113,6 +120,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """Mark what is quick and thorough, for ``-m``; then, of what was chosen, long files first."""
     record = tiers.read()
+    cases = Counter(tiers.function_of(item.nodeid) for item in items)
+    for item in items:
+        item.user_properties.append((CASES, cases[tiers.function_of(item.nodeid)]))
     for item in tiers.thorough(items, record):
         item.add_marker("thorough")
     for item in tiers.quick(items, record):

@@ -65,15 +65,22 @@ def test_the_longest_file_comes_first() -> None:
 
 
 def test_what_is_recorded_is_read_back(tmp_path: Path) -> None:
-    tiers.write({"a.py::b[1]": 1.0, "a.py::b[2]": 0.5, "a.py::c": 2.0}, tmp_path / "record.json")
-    assert tiers.read(tmp_path / "record.json") == {"a.py::b": (2, 1.5), "a.py::c": (1, 2.0)}
+    path = tmp_path / "record.json"
+    tiers.write({"a.py::b[1]": 1.0, "a.py::b[2]": 0.5, "a.py::c": 2.0}, {"a.py::b": 2, "a.py::c": 1}, path)
+    assert tiers.read(path) == {"a.py::b": (2, 1.5), "a.py::c": (1, 2.0)}
     assert tiers.cost("a.py::b[7]", {"a.py::b": (2, 1.5)}) == 0.75 and tiers.cost("new.py::d", {}) == 0
 
 
-def test_files_that_were_not_run_stay_in_the_record(tmp_path: Path) -> None:
+def test_cases_that_a_tier_left_out_cost_the_mean_of_those_that_ran(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
-    tiers.write({"a.py::b[1]": 1.0, "a.py::gone": 0.5, "c.py::d": 2.0}, path)
-    tiers.write({"a.py::b[1]": 3.0, "e.py::f": 1.0}, path, keep=tiers.read(path))
+    tiers.write({"a.py::b[1]": 1.0, "a.py::b[9]": 2.0}, {"a.py::b": 9}, path)
+    assert tiers.read(path) == {"a.py::b": (9, 13.5)}
+
+
+def test_files_that_were_not_run_stay_in_the_record(tmp_path: Path) -> None:
+    path, cases = tmp_path / "record.json", {"a.py::b": 1, "a.py::gone": 1, "c.py::d": 1, "e.py::f": 1}
+    tiers.write({"a.py::b[1]": 1.0, "a.py::gone": 0.5, "c.py::d": 2.0}, cases, path)
+    tiers.write({"a.py::b[1]": 3.0, "e.py::f": 1.0}, cases, path, keep=tiers.read(path))
     assert tiers.read(path) == {"a.py::b": (1, 3.0), "c.py::d": (1, 2.0), "e.py::f": (1, 1.0)}
 
 

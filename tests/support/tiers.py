@@ -41,14 +41,19 @@ def read(path: Path = RECORD) -> Record:
     return {name: (cases, seconds) for name, (cases, seconds) in json.loads(path.read_text(encoding="utf-8")).items()}
 
 
-def write(seconds: Mapping[str, float], path: Path = RECORD, *, keep: Record | None = None) -> None:
-    """Record what a run of whole files took. seconds: of each case · keep: a record whose other files stay."""
-    cases: dict[str, list[float]] = defaultdict(list)
+def write(
+    seconds: Mapping[str, float], cases: Mapping[str, int], path: Path = RECORD, *, keep: Record | None = None
+) -> None:
+    """Record what a run of whole files took; cases that a tier left out are taken to cost the mean of those that ran.
+
+    seconds: of each case that ran · cases: how many each function has · keep: a record whose other files stay.
+    """
+    ran: dict[str, list[float]] = defaultdict(list)
     for nodeid, each in seconds.items():
-        cases[function_of(nodeid)].append(each)
-    files = {name.split("::", 1)[0] for name in cases}
+        ran[function_of(nodeid)].append(each)
+    files = {name.split("::", 1)[0] for name in ran}
     found = {name: row for name, row in (keep or {}).items() if name.split("::", 1)[0] not in files}
-    found |= {name: (len(each), sum(each)) for name, each in cases.items()}
+    found |= {name: (cases[name], cases[name] * sum(each) / len(each)) for name, each in ran.items()}
     lines = [f"{json.dumps(name)}: [{count}, {total:.2f}]" for name, (count, total) in sorted(found.items())]
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
