@@ -97,7 +97,7 @@ class Durations:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """``--record-durations``."""
-    text = f"write what tests took to {tiers.RECORD.name}, on an idle machine: `make test ALL=1`, EVERY=1 or whole files"
+    text = f"write what tests took to {tiers.RECORD.name}, on an idle machine: make test ALL=1, EVERY=1, or whole files"
     parser.addoption("--record-durations", action="store_true", help=text)
 
 
