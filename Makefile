@@ -62,13 +62,23 @@ clean:  ## remove caches and builds; .venv and what runs wrote stay
 	find shardengine tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The environment is touched only when what it was made from has other *contents*: a fresh checkout changes times, not text.
+# EXTRAS of pyproject.toml are installed: `make demo` alone needs few packages. A stamp says that this is done.
+ifeq ($(MAKECMDGOALS),demo)
+EXTRAS = hf,plot,fast
+STAMPS = $(STAMP) $(STAMP)-demo
+else
+EXTRAS = test
+STAMPS = $(STAMP)
+endif
 setup:  ## make or update .venv (the other targets do this by themselves)
 ifeq ($(PYTHON),)
 	@echo "shardengine needs Python >= 3.11 and found none on the path; say which one with PYTHON=..." >&2; exit 2
 else ifeq ($(VENV),)
 	@$(PYTHON) -c '$(NEWER)' || { echo "shardengine needs Python >= 3.11; say which one with PYTHON=..." >&2; exit 2; }
 else
-	@if cat constraints.txt pyproject.toml | cmp -s - $(STAMP) && [ -x $(PY) ]; then exit 0; fi; set -e; \
+	@for stamp in $(STAMPS); do \
+		if cat constraints.txt pyproject.toml | cmp -s - $$stamp && [ -x $(PY) ]; then exit 0; fi; \
+	done; set -e; \
 	if ! [ -x $(PY) ]; then \
 		had=$$([ -e $(VENV) ] && echo yes || echo no); \
 		if ! $(PYTHON) -m venv $(VENV); then \
@@ -82,6 +92,6 @@ else
 	fi; \
 	echo "installing into $(VENV) (once; repeated when constraints.txt or pyproject.toml change)"; \
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt torch; \
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'; \
-	cat constraints.txt pyproject.toml > $(STAMP)
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'; \
+	cat constraints.txt pyproject.toml > $(lastword $(STAMPS))
 endif

@@ -336,6 +336,14 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="FILE",
         help="write a Chrome trace of all ranks (chrome://tracing, Perfetto): compute, communication, waiting",
     )
+    train.add_argument(
+        "--log",
+        metavar="NAMES",
+        action="append",
+        help="write the numbers of every step also to these: csv, jsonl, tensorboard (into OUTPUT/shardengine), wandb, "
+        "mlflow, comet (through their packages, where these are logged in); what else they take is in the config, as "
+        "--set monitor.wandb.project=NAME. Names with commas, or repeated",
+    )
     plans = train.add_mutually_exclusive_group()
     plans.add_argument(
         "--dry-run",

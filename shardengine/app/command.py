@@ -163,7 +163,7 @@ def _settings(options: argparse.Namespace) -> Settings:
         validate_every=options.eval_every or 0,
         packing=options.packing,
         too_long=options.too_long or TRUNCATE,
-        changes=sources.changes_of(options.set, options.lr),
+        changes=(*sources.changes_of(options.set, options.lr), *sources.monitors(options.log)),
         epochs=options.epochs,
     )
 

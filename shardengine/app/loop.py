@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import shardengine
-from shardengine.app import adapters, corpus, data, global_mean, packing, planning, reading
+from shardengine.app import adapters, corpus, data, global_mean, packing, planning, reading, sources
 from shardengine.app.chat import Chat
 from shardengine.app.evaluation import validate
 from shardengine.app.rank_sums import RankSums
@@ -51,7 +51,7 @@ def train(settings: Settings, config: Config, rank_sums: RankSums) -> bool:
 
     engine = shardengine.initialize(
         model,
-        replace(config, notices=()),  # the header prints them
+        replace(sources.in_folder(config, settings.output), notices=()),  # the header prints them
         model_parameters=decay_groups(model),
         lr_scheduler=None if config.scheduler else lambda optimizer: warmup_cosine(optimizer, settings.planned_steps),
         mesh=rank_sums.mesh,

@@ -134,6 +134,7 @@ class Earlier:
             packing=self.packing,
             too_long=self.too_long,
             epochs=options.epochs,
+            changes=sources.monitors(options.log),
         )
 
     def _other_config(self, source: sources.Source, options: argparse.Namespace) -> list[str]:

@@ -1,19 +1,19 @@
 """Where a run's config is from: a file, or the name of a shipped recipe, and what the command line changes in it.
 
-Owns: names of recipes, --set and --lr, the optimizer of a config that names none. Must not know: torch, what the keys
-mean. Imported before torch, so that a wrong key is said at once.
+Owns: names of recipes, --set, --lr and --log, the optimizer of a config that names none. Must not know: torch, what
+the keys mean. Imported before torch, so that a wrong key is said at once.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 import shardengine
-from shardengine.config import ConfigTree, OptimizerConfig, nearest, plain, read_tree
+from shardengine.config import Config, ConfigTree, MonitorConfig, OptimizerConfig, SinkConfig, nearest, plain, read_tree
 from shardengine.errors import UsageError
 
 DEFAULT_OPTIMIZER = OptimizerConfig("AdamW", {"lr": 2e-5, "betas": (0.9, 0.95), "weight_decay": 0.1})
@@ -49,6 +49,30 @@ def find(text: str) -> Path:
 def changes_of(given: Sequence[str] | None, lr: float | None) -> tuple[str, ...]:
     """What ``--set`` and ``--lr`` change, each as KEY=VALUE."""
     return (*(given or ()), *(() if lr is None else (f"{LR}={lr!r}",)))
+
+
+def monitors(given: Sequence[str] | None) -> tuple[str, ...]:
+    """What ``--log`` changes, each as KEY=VALUE. given: names of monitors, or several with commas between them.
+
+    UsageError for a name that is none.
+    """
+    names = [name.strip() for text in given or () for name in text.split(",")]
+    known = [each.name for each in fields(MonitorConfig)]
+    for name in names:
+        if name not in known:
+            raise UsageError(f"--log {name}: expected one of {', '.join(known)}; nearest is {nearest(name, known)}")
+    return tuple(f"monitor.{name}.enabled=true" for name in dict.fromkeys(names))
+
+
+def in_folder(config: Config, folder: Path) -> Config:
+    """The config of a run, whose monitors of files write into the run's folder where it names no other."""
+    sinks = {each.name: getattr(config.monitor, each.name) for each in fields(config.monitor)}
+    placed: dict[str, Any] = {
+        name: replace(sink, output_path=str(folder))
+        for name, sink in sinks.items()
+        if isinstance(sink, SinkConfig) and sink.output_path is None
+    }
+    return replace(config, monitor=replace(config.monitor, **placed))
 
 
 def changed(path: Path, changes: Sequence[str]) -> Source:

@@ -92,10 +92,6 @@ _FAST_FILES = (
     "checkpoints are always written in large direct requests, by every rank; `checkpoint.async_save` overlaps them"
 )
 _ASYNC_SAVE = "`checkpoint.async_save` writes checkpoints behind training"
-_OWN_MONITOR = (
-    "the package of that service is not called from here: give `initialize(..., monitors=[...])` an object of yours "
-    "with write(step, values) and close()"
-)
 _TRACE = "`engine.trace(path)` draws where the time of a step goes, and `train` prints it"
 _TRAFFIC = "`engine.traffic()` counts the bytes of every collective, and `engine.trace(path)` draws them"
 _COMPILE = "nothing is compiled by itself; call torch.compile on the model or its blocks before `initialize`"
@@ -133,7 +129,7 @@ NO_EFFECT: dict[str, dict[str, str]] = {
     },
     "optimizer": {"legacy_fusion": "the engine chooses how a step is computed"},
     "bf16": {"immediate_grad_update": "a bucket of gradients is reduced as soon as it is complete"},
-    "monitor": {"wandb": _OWN_MONITOR, "comet": _OWN_MONITOR},
+    "monitor.comet": {"api_key": "a config is copied and printed: give the key as the environment's COMET_API_KEY"},
     "compile": dict.fromkeys(
         (
             *("backend", "debug_log", "disable", "double_buffer", "enabled", "free_activation", "kwargs", "passes"),
@@ -275,6 +271,7 @@ ALIASES: dict[str, str] = {
     "comet": "monitor.comet",
     "wandb": "monitor.wandb",
     "csv_monitor": "monitor.csv",
+    "mlflow": "monitor.mlflow",
 }
 """Old or other dotted name -> current dotted name."""
 ALIAS_NEEDS: dict[str, str] = {"bf16.check_grad_overflow": "bf16.enabled"}

@@ -367,6 +367,47 @@ class SinkConfig:
     job_name: str = key("shardengine", TEXT, "The name of the job's directory in output_path.")
 
 
+_OF_SERVICE = "the package's own default"
+
+
+@dataclass(frozen=True)
+class WandbConfig:
+    """Weights & Biases, by the package wandb; who logs in where is the package's matter."""
+
+    enabled: bool = switch(False, "Rank 0 sends the numbers of every optimizer step to Weights & Biases.")
+    project: str | None = key(None, optional(TEXT, _OF_SERVICE), "The run's project.")
+    team: str | None = key(None, optional(TEXT, _OF_SERVICE), "The team or user who owns the run.")
+    group: str | None = key(None, optional(TEXT, "none"), "The group of runs that it belongs to.")
+
+
+@dataclass(frozen=True)
+class MlflowConfig:
+    """MLflow, by the package mlflow or mlflow-skinny."""
+
+    enabled: bool = switch(False, "Rank 0 sends the numbers of every optimizer step to MLflow.")
+    tracking_uri: str | None = key(
+        None, optional(TEXT, _OF_SERVICE), "Where runs are kept, as http://host:5000 or sqlite:///runs.db."
+    )
+    experiment_name: str | None = key(None, optional(TEXT, _OF_SERVICE), "The run's experiment, made if it is new.")
+    run_name: str | None = key(None, optional(TEXT, _OF_SERVICE), "The run's name.")
+
+
+@dataclass(frozen=True)
+class CometConfig:
+    """Comet, by the package comet_ml."""
+
+    enabled: bool = switch(False, "Rank 0 sends the numbers of optimizer steps to Comet.")
+    samples_log_interval: int = key(1, COUNT, "A step is sent when so many samples have passed since the last one.")
+    project: str | None = key(None, optional(TEXT, _OF_SERVICE), "The experiment's project.")
+    workspace: str | None = key(None, optional(TEXT, _OF_SERVICE), "The workspace of that project.")
+    experiment_name: str | None = key(None, optional(TEXT, _OF_SERVICE), "The experiment's name.")
+    experiment_key: str | None = key(None, optional(TEXT, "a new experiment"), "The experiment that is continued.")
+    online: bool | None = key(None, optional(BOOL, _OF_SERVICE), "false: written to a file, to be uploaded later.")
+    mode: str | None = key(
+        None, optional(choice("get", "create", "get_or_create"), _OF_SERVICE), "Whether experiment_key must be there."
+    )
+
+
 @dataclass(frozen=True)
 class MonitorConfig:
     """Where the numbers of every step go, beside the monitors that ``initialize`` is given."""
@@ -374,6 +415,9 @@ class MonitorConfig:
     csv: SinkConfig = SinkConfig()
     jsonl: SinkConfig = SinkConfig()
     tensorboard: SinkConfig = SinkConfig()
+    wandb: WandbConfig = WandbConfig()
+    mlflow: MlflowConfig = MlflowConfig()
+    comet: CometConfig = CometConfig()
 
 
 _BATCH_SIZE = optional(COUNT, "derived from the other two")
@@ -518,6 +562,9 @@ SECTION_TYPES: dict[str, type] = {
     "monitor.csv": SinkConfig,
     "monitor.jsonl": SinkConfig,
     "monitor.tensorboard": SinkConfig,
+    "monitor.wandb": WandbConfig,
+    "monitor.mlflow": MlflowConfig,
+    "monitor.comet": CometConfig,
 }
 """Each section's name in the JSON and its class, in the order of docs/config.md, an outer one before those in it."""
 

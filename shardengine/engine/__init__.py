@@ -20,6 +20,7 @@ recovery            reset(): ranks that stopped at different places, back at one
 formulas            what the stage's formulas say of an engine
 overflow            what is said of a step that was skipped
 monitors            where the numbers of every step go
+monitor_services    to services: wandb, mlflow, comet_ml
 notices             what is said once of a run that may not be the one that was meant
 
 Must not know: the files of checkpoints (loaded at the first call), the commands.
@@ -31,15 +32,18 @@ from shardengine.engine import adapters, arguments, holding
 from shardengine.engine.core import Core
 from shardengine.engine.engine import Engine
 from shardengine.engine.inspection import Inspection, check_free
+from shardengine.engine.monitor_services import CometMonitor, WandbMonitor
 from shardengine.engine.monitors import Monitor, summary_writer
 from shardengine.engine.recovery import on_all_ranks, telling_all
 from shardengine.engine.shard_groups import mesh_of
 
 __all__ = [
+    "CometMonitor",
     "Core",
     "Engine",
     "Inspection",
     "Monitor",
+    "WandbMonitor",
     "adapters",
     "arguments",
     "check_free",

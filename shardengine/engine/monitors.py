@@ -1,4 +1,4 @@
-"""Where the numbers of every optimizer step go: files of CSV or JSON lines, TensorBoard, objects of the user's.
+"""Where the numbers of every optimizer step go: files of CSV or JSON lines, TensorBoard, services, the user's objects.
 
 Owns: the protocol, the built monitors, and that a monitor never stops a training: what one raises is said once, and it
 is off from then on. Must not know: engines, steps, config files. Rank 0 alone writes; the others hold none.
@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from shardengine.config import MonitorConfig, SinkConfig
+from shardengine.engine.monitor_services import CometMonitor, MlflowMonitor, WandbMonitor
 from shardengine.errors import UsageError
 from shardengine.offload import Fetched, Platform
 
@@ -172,6 +173,21 @@ class TensorBoardMonitor:
         self._writer.close()
 
 
+def _folder(sink: SinkConfig) -> Path:
+    return Path(sink.output_path or "") / sink.job_name
+
+
+KINDS: dict[str, Callable[[Any], Monitor]] = {
+    "csv": lambda sink: CsvMonitor(_folder(sink) / "metrics.csv"),
+    "jsonl": lambda sink: JsonMonitor(_folder(sink) / "metrics.jsonl"),
+    "tensorboard": lambda sink: TensorBoardMonitor(_folder(sink)),
+    "wandb": WandbMonitor,
+    "mlflow": MlflowMonitor,
+    "comet": CometMonitor,
+}
+"""A section of the config's ``monitor`` → what makes its monitor of it."""
+
+
 @dataclass
 class _Reading:
     """Numbers of one step, some of which may be on their way from the device: ``names`` of ``arriving``."""
@@ -196,15 +212,11 @@ class Monitors:
         self._pending: deque[_Reading] = deque()
         if rank:
             return
-        made: dict[str, tuple[SinkConfig, Callable[[Path], Monitor]]] = {
-            "monitor.csv": (config.csv, lambda folder: CsvMonitor(folder / "metrics.csv")),
-            "monitor.jsonl": (config.jsonl, lambda folder: JsonMonitor(folder / "metrics.jsonl")),
-            "monitor.tensorboard": (config.tensorboard, TensorBoardMonitor),
-        }
-        for name, (sink, make) in made.items():
-            if sink.enabled:
+        for kind, make in KINDS.items():
+            section, name = getattr(config, kind), f"monitor.{kind}"
+            if section.enabled:
                 try:
-                    self._open[name] = make(Path(sink.output_path or "") / sink.job_name)
+                    self._open[name] = make(section)
                 except Exception as error:
                     self._tell(name, error)
         for number, monitor in enumerate(given):

@@ -395,3 +395,15 @@ def test_a_recipe_by_name_trains_with_what_the_command_line_changes(pools: Pools
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     losses = [row["validation_loss"] for row in rows if "validation_loss" in row]
     assert losses[-1] < losses[0] - 0.1
+
+
+def test_monitors_go_on_and_another_may_be_added(pools: Pools, tiny: Path, tmp_path: Path):
+    """Into the run's own folder."""
+    output = tmp_path / "run"
+    given = ("--config", tiny / "config.json", "--model", tiny / "model", "--data", tiny / "text.txt", "--length", 16)
+    run(pools(1), *given, "--steps", 2, "--save-every", 2, "--output", output, "--log", "csv")
+    run(pools(1), "--resume", output, "--steps", 3, "--log", "jsonl")
+    lines = (output / "shardengine" / "metrics.csv").read_text(encoding="utf-8").splitlines()
+    assert [line.partition(",")[0] for line in lines] == ["step", "1", "2", "3"]
+    rows = (output / "shardengine" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [(row := json.loads(line))["step"] for line in rows] == [3] and row["loss"] == curve(output)[-1][1]

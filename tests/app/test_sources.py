@@ -48,6 +48,16 @@ def test_lr_goes_into_the_optimizer_that_a_run_has(file: Path) -> None:
     assert {**config.optimizer.params, **sources.DEFAULT_OPTIMIZER.params, "lr": 3e-4} == config.optimizer.params
 
 
+def test_log_switches_monitors_on_which_write_into_the_folder_of_the_run(file: Path, tmp_path: Path) -> None:
+    changes = (*sources.monitors(["csv, wandb", "jsonl"]), f'monitor.jsonl.output_path="{tmp_path}"')
+    config = sources.in_folder(load_config(sources.changed(file, changes)), tmp_path / "run")
+    monitor = config.monitor
+    assert monitor.csv.enabled and monitor.jsonl.enabled and monitor.wandb.enabled and not monitor.tensorboard.enabled
+    assert (monitor.csv.output_path, monitor.jsonl.output_path) == (str(tmp_path / "run"), str(tmp_path))
+    with pytest.raises(UsageError, match=r"--log tensorbord: expected one of csv, .*; nearest is tensorboard"):
+        sources.monitors(["csv", "tensorbord"])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import shardengine.compat.deepspeed as deepspeed
-from shardengine.errors import ConfigError, UsageError
+from shardengine.errors import ConfigError
 
 precision, zero = deepspeed.runtime.precision_config, deepspeed.runtime.zero.config
 WRONG: list[tuple[Any, dict[str, Any], str]] = [
@@ -90,13 +90,6 @@ def test_numbers_of_a_script_are_in_a_file_of_each_name(tmp_path: Path) -> None:
     master.write_events([("Train/Loss", 2.5, 5)])
     files = {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "j").iterdir()}
     assert files == {"Train_Loss.csv": "step,Loss\n3,1.5\n5,2.5\n", "a.csv": "step,a\n4,2.0\n"}
-
-
-@pytest.mark.parametrize("name", ["wandb", "comet"])
-def test_services_are_refused_where_they_are_enabled(name: str) -> None:
-    config = deepspeed.DeepSpeedConfig({"train_batch_size": 1, name: {"enabled": True}}).monitor_config
-    with pytest.raises(UsageError, match="expected enabled false: the package of that service is not called from here"):
-        deepspeed.monitor.monitor.MonitorMaster(config)
 
 
 def test_a_log_level_is_that_of_the_logger() -> None:

@@ -48,6 +48,13 @@ def test_a_name_that_is_not_in_the_table_is_named() -> None:
     assert not hasattr(deepspeed, "nothing")
 
 
+def test_what_python_asks_every_module_for_is_not_searched_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``inspect.getmodule`` asks for ``__file__``: a search each time took two seconds of every class of pydantic."""
+    monkeypatch.setattr(table, "nearest", lambda *_: pytest.fail("searched"))
+    assert not any(hasattr(module, "__file__") for module in map(find, sorted(table.MODULES)))
+    assert not hasattr(deepspeed, "__wrapped__")
+
+
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_the_table_has_every_name_that_a_framework_uses(framework: str) -> None:
     spec = importlib.util.find_spec(framework)

@@ -55,6 +55,10 @@ DEEPSPEED: dict[str, dict[str, str]] = {
         "aio": "block_size queue_depth intra_op_parallelism",
         "tensorboard": "enabled output_path job_name",
         "csv_monitor": "enabled output_path job_name",
+        "wandb": "enabled group team project",
+        "comet": """
+            enabled samples_log_interval project workspace experiment_name experiment_key online mode
+        """,
     },
     "LATER": {
         "torch_autocast": "lower_precision_safe_modules",
@@ -177,11 +181,7 @@ DEEPSPEED: dict[str, dict[str, str]] = {
         "checkpoint.writer": """
             type io_buffer_size io_buffer_double io_multiplier show_statistics data_parallel decoupled
         """,
-        "wandb": "enabled group team project",
-        "comet": """
-            enabled samples_log_interval project workspace api_key experiment_name experiment_key online
-            mode
-        """,
+        "comet": "api_key",
         "comms_logger": "enabled prof_all prof_ops verbose debug",
         "flops_profiler": """
             enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file

@@ -54,6 +54,10 @@ FROZEN = {
         monitor.csv.enabled monitor.csv.job_name monitor.csv.output_path monitor.jsonl.enabled
         monitor.jsonl.job_name monitor.jsonl.output_path monitor.tensorboard.enabled
         monitor.tensorboard.job_name monitor.tensorboard.output_path
+        monitor.wandb.enabled monitor.wandb.group monitor.wandb.project monitor.wandb.team
+        monitor.mlflow.enabled monitor.mlflow.experiment_name monitor.mlflow.run_name monitor.mlflow.tracking_uri
+        monitor.comet.enabled monitor.comet.experiment_key monitor.comet.experiment_name monitor.comet.mode
+        monitor.comet.online monitor.comet.project monitor.comet.samples_log_interval monitor.comet.workspace
     """,
     "LATER": """
         torch_autocast.lower_precision_safe_modules
@@ -99,7 +103,7 @@ FROZEN = {
         compile.offload_parameters compile.passes compile.symmetric_memory compile.sync_after_allgather
         compile.sync_after_reduce compile.sync_before_allgather compile.sync_before_reduce
         cuda_visible_devices datastates_ckpt disable_python_gc flops_profiler graph_harvesting log_level
-        monitor.comet monitor.wandb monitor_config nebula seq_parallel_communication_data_type
+        monitor.comet.api_key monitor_config nebula seq_parallel_communication_data_type
         tensor_parallel.dtype tensor_parallel.injection_policy_tuple tensor_parallel.keep_module_on_host
         tensor_parallel.kernel_inject tensor_parallel.partition_config tensor_parallel.preset_model
         tensor_parallel.replace_with_kernel_inject tensor_parallel.tp.mpu tensor_parallel.tp.tp_grain_size
@@ -120,6 +124,7 @@ bf16.check_grad_overflow: nonfinite_gradients
 bfloat16: bf16
 comet: monitor.comet
 csv_monitor: monitor.csv
+mlflow: monitor.mlflow
 tensor_parallel.tensor_parallel: tensor_parallel.tp
 tensorboard: monitor.tensorboard
 wandb: monitor.wandb

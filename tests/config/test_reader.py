@@ -354,7 +354,7 @@ def test_diagnosis_never_stops_a_training() -> None:
         **dict.fromkeys(
             ("wall_clock_breakdown", "memory_breakdown", "dump_state", "zero_allow_untested_optimizer"), True
         ),
-        **{name: {"enabled": True} for name in ("wandb", "comet", "comms_logger", "flops_profiler", "timers")},
+        **{name: {"enabled": True} for name in ("comms_logger", "flops_profiler", "timers")},
     }
     config = load(**asked)
     for name in asked:

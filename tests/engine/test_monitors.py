@@ -432,10 +432,10 @@ def test_tensorboard_reads_what_is_written(tmp_path: Path) -> None:
 
 
 def test_initialize_says_what_it_made_of_the_config(caplog: pytest.LogCaptureFixture) -> None:
-    engine = small(wandb={"enabled": True}, bf16={"enabled": "auto"})
+    engine = small(comms_logger={"enabled": True}, bf16={"enabled": "auto"})
     engine.close()
     (said,) = [record.getMessage() for record in caplog.records if record.name == "shardengine.engine.notices"]
-    assert said.startswith("of the config: ") and "give `initialize(..., monitors=[...])` an object of yours" in said
+    assert said.startswith("of the config: ") and "`engine.traffic()` counts the bytes of every collective" in said
     assert 'bf16.enabled is "auto"' in said
     caplog.clear()
     small().close()

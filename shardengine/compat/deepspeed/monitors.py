@@ -1,18 +1,20 @@
 """deepspeed.monitor: where a script writes numbers of its own, ``write_events([(name, value, step), …])``, on rank 0.
 
-Owns: files of CSV and event files, by DeepSpeed's names of them. Must not know: engines, which have monitors of theirs.
+Owns: files of CSV, event files and services, by DeepSpeed's names. Must not know: an engine, which has its own.
 """
 
 from __future__ import annotations
 
 import csv
 from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from shardengine import engine
 from shardengine.compat.deepspeed import processes
-from shardengine.engine import summary_writer
-from shardengine.errors import UsageError
+from shardengine.config import CometConfig, WandbConfig
+from shardengine.engine import Monitor, summary_writer
 
 _Events = Iterable[tuple[str, Any, int]]
 
@@ -87,18 +89,30 @@ class TensorBoardMonitor(_Monitor):
 
 class _Service(_Monitor):
     def _begin(self) -> None:
-        raise UsageError(
-            f"{type(self).__name__}: expected enabled false: the package of that service is not called from here; "
-            "call it in the script, on rank 0"
-        )
+        if processes.get_rank() == 0:
+            self._sent = self._opened()
+
+    def _opened(self) -> Monitor:
+        raise NotImplementedError
+
+    def _write(self, name: str, value: float, step: int) -> None:
+        self._sent.write(step, {name: value})
 
 
 class WandbMonitor(_Service):
-    """Not enabled, or refused."""
+    """Weights & Biases, by the package wandb; the axis of each name is ``step``."""
+
+    def _opened(self) -> Monitor:
+        given = vars(self)
+        return engine.WandbMonitor(WandbConfig(True, given["project"], given["team"], given["group"]), prefix="")
 
 
 class CometMonitor(_Service):
-    """Not enabled, or refused."""
+    """Comet, by the package comet_ml, at every step that is written; its key is the environment's."""
+
+    def _opened(self) -> Monitor:
+        given = {each.name: vars(self)[each.name] for each in fields(CometConfig)}
+        return engine.CometMonitor(CometConfig(**given), prefix="")
 
 
 _KINDS: dict[str, type[_Monitor]] = {

@@ -171,7 +171,9 @@ def fill(module: ModuleType, dotted: str) -> None:
     start = f"{dotted}." if dotted else ""
 
     def unknown(name: str) -> NoReturn:
-        raise AttributeError(missing(start + name), name=name, obj=module)
+        ours = not name.startswith("__")  # `inspect` asks every module for its __file__: no search for similar names
+        said = missing(start + name) if ours else f"module {module.__name__!r} has no attribute {name!r}"
+        raise AttributeError(said, name=name, obj=module)
 
     for name, value in PROVIDED.items():
         if name.startswith(start) and "." not in name[len(start) :]:

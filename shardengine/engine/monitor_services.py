@@ -1,0 +1,115 @@
+"""Monitors that send the numbers of steps to a service, through the service's own package: wandb, mlflow, comet_ml.
+
+Owns: what each package is asked for. Must not know: engines, steps. A run that the script has opened with the package
+is used and left open; otherwise one is opened, and closed with the engine. Who logs in where, and with what key, is the
+package's matter: its environment variables and files.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from shardengine.config import CometConfig, MlflowConfig, WandbConfig
+
+PREFIX = "train/"
+"""Before the name of each number."""
+
+
+def _package(name: str, install: str | None = None) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ModuleNotFoundError(
+            f"it needs the package {name} (pip install {install or name}), got: {error}"
+        ) from error
+
+
+class WandbMonitor:
+    """Weights & Biases. The axis of each number is ``train/step``, so that a resumed run may write a step again."""
+
+    def __init__(self, config: WandbConfig, prefix: str = PREFIX) -> None:
+        """Open a run, unless ``wandb.run`` is one. ModuleNotFoundError without the package."""
+        wandb = _package("wandb")
+        self._is_ours, self._prefix = wandb.run is None, prefix
+        self._run = wandb.run or wandb.init(project=config.project, entity=config.team, group=config.group)
+        self._known: set[str] = set()
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Log the values of ``step``."""
+        axis = f"{self._prefix}step"
+        named = {f"{self._prefix}{name}": value for name, value in values.items()}
+        for name in named.keys() - self._known:
+            self._run.define_metric(name, step_metric=axis)
+            self._known.add(name)
+        self._run.log({**named, axis: step})
+
+    def close(self) -> None:
+        """End the run, if it was opened here."""
+        if self._is_ours:
+            self._run.finish()
+
+
+class MlflowMonitor:
+    """MLflow, by its client: a run that is opened here does not become the program's active one."""
+
+    def __init__(self, config: MlflowConfig, prefix: str = PREFIX) -> None:
+        """Begin a run, unless the program has an active one. ModuleNotFoundError without the package."""
+        mlflow = _package("mlflow", "mlflow-skinny")
+        self._metric, self._prefix = mlflow.entities.Metric, prefix
+        self._client = mlflow.MlflowClient(tracking_uri=config.tracking_uri)
+        active = mlflow.active_run() if config.tracking_uri is None else None
+        self._is_ours = active is None
+        self._run_id: str = self._begin(config) if active is None else active.info.run_id
+
+    def _begin(self, config: MlflowConfig) -> str:
+        number = "0"
+        if config.experiment_name is not None:
+            known = self._client.get_experiment_by_name(config.experiment_name)
+            number = known.experiment_id if known else self._client.create_experiment(config.experiment_name)
+        run_id: str = self._client.create_run(number, run_name=config.run_name).info.run_id
+        return run_id
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Log the values of ``step`` in one request."""
+        now = int(time.time() * 1000)
+        metrics = [self._metric(f"{self._prefix}{name}", value, now, step) for name, value in values.items()]
+        self._client.log_batch(self._run_id, metrics=metrics)
+
+    def close(self) -> None:
+        """End the run, if it was begun here."""
+        if self._is_ours:
+            self._client.set_terminated(self._run_id)
+
+
+class CometMonitor:
+    """Comet. Its key is the environment's ``COMET_API_KEY``, or that of its own file."""
+
+    def __init__(self, config: CometConfig, prefix: str = PREFIX) -> None:
+        """Start an experiment, unless the program has one. ModuleNotFoundError without the package."""
+        comet = _package("comet_ml")
+        running = comet.get_running_experiment()
+        self._is_ours, self._prefix = running is None, prefix
+        self._experiment = running or comet.start(
+            project_name=config.project,
+            workspace=config.workspace,
+            experiment_key=config.experiment_key,
+            online=config.online,
+            mode=config.mode,
+            experiment_config=comet.ExperimentConfig(name=config.experiment_name),
+        )
+        self._every, self._next = config.samples_log_interval, 0.0
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Log the values of ``step``, if enough samples have passed since the last time."""
+        samples = values.get("samples", self._next)
+        if samples >= self._next:
+            self._next = samples + self._every
+            self._experiment.log_metrics({f"{self._prefix}{name}": value for name, value in values.items()}, step=step)
+
+    def close(self) -> None:
+        """End the experiment, if it was started here; what was logged is sent first."""
+        if self._is_ours:
+            self._experiment.end()
