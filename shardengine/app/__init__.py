@@ -15,6 +15,7 @@ packing      several documents in one row, apart from each other; whether a mode
 reading      files to rows of tokens
 data         what a row of tokens is, and which rank reads which row when
 adapters     LoRA adapters of peft
+four_bits    a frozen base of 4 bits, and one without values for plans
 evaluation   the validation loss
 global_mean  what each micro-batch's loss weighs, so that every valid token counts the same
 flops        FLOPs of a model's training, for MFU

@@ -23,19 +23,28 @@ _NAMED = 12
 @dataclass(frozen=True)
 class Lora:
     """r: the rank of the two matrices · alpha: their product is multiplied by alpha / r · targets: names of linear
-    modules, ("all-linear",) for all but the output layer, () for what peft takes for the architecture.
+    modules, ("all-linear",) for all but the output layer, () for what peft takes for the architecture · bits: 4 for a
+    base of 4 bits (see four_bits), None for one as its files have it.
     """
 
     r: int = 8
     alpha: float = 16.0
     dropout: float = 0.0
     targets: tuple[str, ...] = ()
+    bits: int | None = None
 
 
 def parse(text: str) -> Lora:
-    """``r=8,alpha=16,targets=q_proj+v_proj,dropout=0.05``; UsageError for anything else. alpha is 2 r by default."""
+    """``r=8,alpha=16,targets=q_proj+v_proj,dropout=0.05,bits=4``; UsageError for anything else. alpha is 2 r by
+    default."""
     values: dict[str, Any] = {}
-    readers: dict[str, Callable[[str], Any]] = {"r": _rank, "alpha": _alpha, "dropout": _dropout, "targets": _targets}
+    readers: dict[str, Callable[[str], Any]] = {
+        "r": _rank,
+        "alpha": _alpha,
+        "dropout": _dropout,
+        "targets": _targets,
+        "bits": _bits,
+    }
     for part in text.split(","):
         key, equals, value = (each.strip() for each in part.partition("="))
         if not equals or key not in readers:
@@ -76,6 +85,12 @@ def _number(value: str, expected: str, fits: Callable[[float], bool]) -> float:
     if not math.isfinite(number) or not fits(number):
         raise ValueError(expected)
     return number
+
+
+def _bits(value: str) -> int:
+    if value != "4":
+        raise ValueError("4, or no bits= for a base as its files have it")
+    return 4
 
 
 def _targets(value: str) -> tuple[str, ...]:
@@ -134,11 +149,12 @@ def check(model: str, lora: Lora) -> None:
 
 
 def describe(model: Any) -> str:
-    """``LoRA, r 8, alpha 16 on c_attn, c_proj``, of the model's only adapter."""
+    """``LoRA, r 8, alpha 16 on c_attn, c_proj``, of the model's only adapter, and of its base if that is packed."""
     (config,) = model.peft_config.values()
     targets = sorted({name.rsplit(".", 1)[-1] for name in model.targeted_module_names})
     dropout = f", dropout {config.lora_dropout:g}" if config.lora_dropout else ""
-    return f"LoRA, r {config.r}, alpha {config.lora_alpha:g}{dropout} on {', '.join(targets)}"
+    base = " of 4 bits" if getattr(model, "is_loaded_in_4bit", False) else ""
+    return f"LoRA, r {config.r}, alpha {config.lora_alpha:g}{dropout} on {', '.join(targets)}{base}"
 
 
 def has_adapters(model: Any) -> bool:
@@ -148,7 +164,7 @@ def has_adapters(model: Any) -> bool:
 
 def _linear_names(model: Any) -> list[str]:
     """The last parts of the names of all linear modules."""
-    kinds = ("Linear", "Conv1D")
+    kinds = ("Linear", "Conv1D", "Linear4bit")
     found = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if type(module).__name__ in kinds}
     return sorted(found)
 

@@ -195,7 +195,9 @@ def _add_init(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     command.add_argument("--model", metavar="DIR|NAME", help="a folder with a config.json, or a name on the Hub")
     command.add_argument("--gpus", metavar="NxSIZE", help="number and memory of each: 4x24GB (default: those here)")
     command.add_argument(
-        "--method", choices=("full", "lora"), help="train all weights, or LoRA adapters (default: lora)"
+        "--method",
+        choices=("full", "lora", "qlora"),
+        help="train all weights, LoRA adapters, or LoRA adapters on a base of 4 bits (default: lora)",
     )
     command.add_argument("--length", metavar="N", type=_positive, help="tokens of a sample (default: 2048)")
     command.add_argument("--host-memory", metavar="SIZE", help="of the machine: 128GB; more may fit with it")
@@ -393,7 +395,8 @@ def _add_model(train: argparse.ArgumentParser) -> None:
         metavar="KEYS",
         help="train LoRA adapters alone, by peft: KEYS is r=8,alpha=16,dropout=0.05,targets=q_proj+v_proj or a part of "
         "it (default: r=8, alpha=2r, dropout=0, the targets that peft has for the model); targets=all-linear is every "
-        "linear module but the output layer. Checkpoints and the model that is written hold the adapters alone",
+        "linear module but the output layer; bits=4 packs the base to 4 bits (QLoRA, by bitsandbytes). Checkpoints and "
+        "the model that is written hold the adapters alone",
     )
 
 

@@ -120,8 +120,9 @@ def _run_inside(options: argparse.Namespace, settings: Settings) -> int:
 def _check_lora(settings: Settings) -> None:
     if settings.lora is None:
         return
-    adapters.parse(settings.lora)
     require("peft", extra="lora", what="--lora")
+    if adapters.parse(settings.lora).bits is not None:
+        require("bitsandbytes", extra="qlora", what="--lora bits=4")
     if settings.init == FROM_CONFIG:
         raise UsageError(
             f"--lora with --init {FROM_CONFIG}: expected a base model that is kept, because adapters alone are trained "

@@ -12,7 +12,7 @@ import os
 
 import torch
 
-from shardengine.app import loop, planning
+from shardengine.app import four_bits, loop, planning
 from shardengine.app.settings import Settings
 from shardengine.comm import devices
 from shardengine.planner import automatic, plan, this_machine
@@ -21,7 +21,7 @@ from shardengine.planner import automatic, plan, this_machine
 def run(settings: Settings, ranks: int) -> int:
     """Print the plan; the exit code. Ranks are alike: GPUs of this machine's kind, as many on every node."""
     config = settings.read_config(ranks)
-    tokenizer, model = loop.load_model(settings, config.seed, values=False)
+    tokenizer, model = loop.load_model(settings, config.seed, four_bits.dtype_of(config), values=False)
     blocks = loop.load_data(settings, tokenizer, model)
     where = this_machine(_device(), ranks, config)
     logging.getLogger("shardengine").setLevel(logging.ERROR)  # of a run that is none
@@ -31,7 +31,7 @@ def run(settings: Settings, ranks: int) -> int:
         print(error)
         return 1
     batch = planning.first_batch(config, blocks, ranks)
-    found = plan(model.train(), config, where, batch=batch, in_slices=not loop.is_quantised(model.config))
+    found = plan(model.train(), config, where, batch=batch, in_slices=not planning.is_quantised(model.config))
     for notice in (*config.notices, *told):
         print(f"note: {notice}")
     print(planning.text_of(found))

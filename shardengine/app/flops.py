@@ -13,6 +13,8 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from shardengine.sharding import inner
+
 _BF16_TFLOPS: Mapping[str, float] = {
     "B200": 2250, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H800": 989, "A100": 312, "A800": 312,
     "L40S": 362, "L40": 181, "L4": 121, "A40": 150, "A10G": 70, "A10": 125, "RTX 4090": 165, "RTX 3090": 71,
@@ -30,7 +32,7 @@ def per_token(model: nn.Module, length: int) -> float:
     flops = 0.0
     for parameter in model.parameters():  # a tied weight once: it is multiplied where it is the output layer
         if id(parameter) not in looked_up:
-            flops += parameter.numel() * (6 if parameter.requires_grad else 4)
+            flops += inner.weights_in(parameter) * (6 if parameter.requires_grad else 4)
     heads, layers = getattr(config, "num_attention_heads", 0) or 0, getattr(config, "num_hidden_layers", 0) or 0
     width = getattr(config, "hidden_size", 0) or 0
     size = getattr(config, "head_dim", None) or (width // heads if heads else 0)

@@ -24,9 +24,10 @@ from shardengine.comm import devices
 from shardengine.errors import UsageError
 from shardengine.planner import Hardware, choose, show_bytes
 
-FULL, LORA = METHODS = ("full", "lora")
-_RATES = {FULL: 1e-5, LORA: 2e-4}
-_LORA_KEYS = "r=16,targets=all-linear"
+FULL, LORA, QLORA = METHODS = ("full", "lora", "qlora")
+_RATES = {FULL: 1e-5, LORA: 2e-4, QLORA: 2e-4}
+_LORA_KEYS = {LORA: "r=16,targets=all-linear", QLORA: "r=16,targets=all-linear,bits=4"}
+_SAID = {FULL: "all weights", LORA: "LoRA adapters", QLORA: "LoRA adapters on a base of 4 bits"}
 _SAMPLES = 16
 """Of a step, at least."""
 _REMARKS = {
@@ -45,25 +46,28 @@ def run(options: argparse.Namespace) -> int:
     require("transformers", extra="hf", what="init")
     model = _ask(options.model, "--model", "model (a folder, or a name on the Hub)")
     gpus = _ask(options.gpus, "--gpus", "GPUs, as 4x24GB", _here())
-    method = _ask(options.method, "--method", f"method ({' or '.join(METHODS)})", LORA)
+    method = _ask(options.method, "--method", f"method ({', '.join(METHODS)})", LORA)
     said = _ask(options.length and str(options.length), "--length", "tokens of a sample", "2048")
     if not said.isdecimal() or int(said) < 1:
         raise UsageError(f"--length {said}: expected an integer >= 1")
     length = int(said)
     if method not in METHODS:
-        raise UsageError(f"--method {method}: expected {' or '.join(METHODS)}")
+        raise UsageError(f"--method {method}: expected one of {', '.join(METHODS)}")
     hardware = Hardware.parse(gpus, host_memory=options.host_memory, nvme=options.nvme)
     file = Path(options.output or f"my-{method}-{'-'.join(gpus.lower().split()).removesuffix('gb').rstrip('-')}.json")
     if file.exists() or not file.absolute().parent.is_dir():
         raise UsageError(f"--output {file}: expected the name of a new file in a directory that is there")
     check_model(model)
-    lora = _LORA_KEYS if method == LORA else None
+    lora = _LORA_KEYS.get(method)
     if lora is not None:
-        require("peft", extra="lora", what="--method lora")
+        require("peft", extra="lora", what=f"--method {method}")
+    if method == QLORA:
+        require("bitsandbytes", extra="qlora", what=f"--method {method}")
     logging.getLogger("shardengine").setLevel(logging.ERROR)  # of runs that are none
     told = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
     base = base_config(method, hardware.ranks, nvme=options.nvme is not None)
-    found = choose(lambda: planning.model_of(model, lora), base, hardware, length=length, told=told, in_slices=True)
+    make = lambda: planning.model_of(model, lora, base)  # noqa: E731
+    found = choose(make, base, hardware, length=length, told=told, in_slices=method != QLORA)
     print(planning.text_of_choice(found))
     if found.config is None or found.plan is None:
         return 1
@@ -75,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
         "_plan": shlex.join(["shardengine", "plan", *words, *places]),
         "_train": shlex.join(["shardengine", "train", *words, *rest]),
     }
-    head = f"{model}, {'LoRA adapters' if lora else 'all weights'}, {length} tokens, {hardware}: "
+    head = f"{model}, {_SAID[method]}, {length} tokens, {hardware}: "
     tree = {"_": head + "; ".join(found.plan.sentences()), **commands, **_with_remarks(found.config)}
     file.write_text(json.dumps(tree, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     print("", f"written to {file}; to train (--data is UTF-8 text or JSON lines, --help says which):", sep="\n")

@@ -14,7 +14,7 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from itertools import pairwise
@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 
-from shardengine.app import adapters, sources, what_fits
+from shardengine.app import adapters, four_bits, sources, what_fits
 from shardengine.app.data import Blocks, training_batches
 from shardengine.app.rank_sums import RankSums
 from shardengine.app.settings import Settings, check_model, read_base, read_config, require
 from shardengine.comm import Mesh
-from shardengine.config import Config
+from shardengine.config import MICRO, Config, load_config
 from shardengine.engine import Engine
 from shardengine.errors import UsageError
 from shardengine.planner import (
@@ -64,7 +64,8 @@ def run(options: argparse.Namespace) -> int:
     hardware = _hardware(options)
     if Path(options.model).name != "config.json":
         check_model(options.model)
-    model = lambda: model_of(options.model, options.lora, script=options.script)  # noqa: E731
+    base = read_base(_source(options))
+    model = lambda: model_of(options.model, options.lora, base, script=options.script)  # noqa: E731
     if options.choose or options.write is not None:
         return _choose(options, hardware, model)
     logging.getLogger("shardengine").setLevel(logging.ERROR)  # of a run that is none
@@ -78,10 +79,15 @@ def run(options: argparse.Namespace) -> int:
     return 0 if found.fits else 1
 
 
+def is_quantised(config: Any) -> bool:
+    """Whether a model's config says that its weights have fewer bits, in a form of another library."""
+    return getattr(config, "quantization_config", None) is not None
+
+
 def _planned(options: argparse.Namespace, model: Callable[[], Any]) -> Plan:
     hardware = _hardware(options)
     config = read_config(_source(options), hardware.ranks, micro_batch=options.micro_batch)
-    return plan(model, config, hardware, length=options.length, in_slices=not options.script)
+    return plan(model, config, hardware, length=options.length, in_slices=_in_slices(options))
 
 
 def _hardware(options: argparse.Namespace) -> Hardware:
@@ -89,6 +95,12 @@ def _hardware(options: argparse.Namespace) -> Hardware:
         options.gpus, host_memory=options.host_memory, nvme=options.nvme, node_ranks=options.node, link=options.link,
         node_link=options.node_link, tflops=options.tflops, memory=options.gpu_memory_speed,
     )  # fmt: skip
+
+
+def _in_slices(options: argparse.Namespace) -> bool:
+    """Whether each rank reads its part of the weights alone. A base is packed whole."""
+    packed = options.lora is not None and adapters.parse(options.lora).bits is not None
+    return not (options.script or packed)
 
 
 def _source(options: argparse.Namespace) -> sources.Source:
@@ -115,7 +127,7 @@ def _choose(options: argparse.Namespace, hardware: Hardware, model: Callable[[],
     base = read_base(_source(options))
     logging.getLogger("shardengine").setLevel(logging.ERROR)
     told = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
-    found = choose(model, base, hardware, length=options.length, told=told, in_slices=not options.script)
+    found = choose(model, base, hardware, length=options.length, told=told, in_slices=_in_slices(options))
     if options.plot is not None and found.plan is not None:
         draw(found.plan, Path(options.plot), options.model)
     if target is not None and found.config is not None:
@@ -135,9 +147,10 @@ def text_of_choice(found: Choice) -> str:
     )
 
 
-def model_of(place: str, lora: str | None, *, script: bool = False) -> Any:
+def model_of(place: str, lora: str | None, base: Mapping[str, Any], *, script: bool = False) -> Any:
     """Of a folder, a config.json or a name on the Hub, without weights. As ``train`` loads it: in fp32, which the
-    engine makes bf16 or fp16 where its config says so. script: as ``from_pretrained`` does, in its files' dtype."""
+    engine makes bf16 or fp16 where its config says so; packed, where ``lora`` says so, for the precision of the config
+    ``base``. script: as ``from_pretrained`` does, in its files' dtype."""
     import transformers
 
     path = Path(place)
@@ -153,13 +166,22 @@ def model_of(place: str, lora: str | None, *, script: bool = False) -> Any:
     config.use_cache = False
     dtype = getattr(config, "dtype", None)
     saved = dtype if script and isinstance(dtype, torch.dtype) else torch.float32
+    given = None if lora is None else adapters.parse(lora)
+    packed = given is not None and given.bits is not None
+    if packed:
+        saved = four_bits.dtype_of(load_config({MICRO: 1, **{name: base[name] for name in _PRECISION if name in base}}))
     with torch.device("meta"), _default_dtype(saved):
         try:
             model = kind(config) if kind is not None else transformers.AutoModelForCausalLM.from_config(config)
         except (ValueError, TypeError, KeyError) as error:
             raise UsageError(f"--model {place}: the model refuses its config ({error})") from error
         model.train()
-        return model if lora is None else adapters.attach(model, adapters.parse(lora))
+        if packed:
+            four_bits.pack_without_values(model, saved)
+        return model if given is None else adapters.attach(model, given)
+
+
+_PRECISION = ("bf16", "bfloat16", "fp16")
 
 
 @contextmanager
@@ -266,7 +288,8 @@ def _question(settings: Settings, config: Config, model: Any, blocks: Blocks) ->
     """None: nothing is to be decided."""
     if settings.resume is not None:
         return None
-    asked = automatic.question_of(settings.source, model, batch=lambda: first_batch(config, blocks, 1), in_slices=True)
+    batch = lambda: first_batch(config, blocks, 1)  # noqa: E731
+    asked = automatic.question_of(settings.source, model, batch=batch, in_slices=not is_quantised(model.config))
     return None if asked is None else dataclasses.replace(asked, base=sources.with_optimizer(asked.base))
 
 

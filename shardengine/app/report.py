@@ -25,6 +25,7 @@ from shardengine.app.settings import DROP, FROM_CONFIG, Settings
 from shardengine.checkpoint import write_text
 from shardengine.engine import Engine
 from shardengine.planner import show_bytes
+from shardengine.sharding import inner
 
 
 @dataclass
@@ -78,7 +79,7 @@ class Report:
         zero = config.zero_optimization
         rows = {
             "model": _model(settings, config.seed),
-            "parameters": f"{sum(parameter.numel() for parameter in unique):,}",
+            "parameters": f"{sum(map(inner.weights_in, unique)):,}",
             **_adapters(engine),
             "data": f"{settings.data}, {blocks.training.tokens:,} tokens to train, "
             f"{blocks.validation.tokens:,} to validate{_of(settings.held_out)}, {_rows(blocks)}",

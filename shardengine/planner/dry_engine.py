@@ -36,6 +36,7 @@ from shardengine.planner.ledger import Ledger, Moment, highest, tensors_in
 from shardengine.planner.no_disk import NoDisk
 from shardengine.planner.no_values import NoValues, without_values
 from shardengine.planner.tape import Copy, Current, Mark, Recorder, Tape, Wait
+from shardengine.sharding import inner
 
 WEIGHTS, STATES, BUFFERS, ACTIVATIONS, MODEL = "weights", "states", "gradients and buffers", "activations", "model"
 KINDS = (WEIGHTS, STATES, BUFFERS, ACTIVATIONS, MODEL)
@@ -240,7 +241,7 @@ def dry_run(
         mode = last.enter_context(seen)
         ledger.begin(INITIALIZE)
         model = make(mode)
-        parameters = sum(parameter.numel() for parameter in model.parameters())
+        parameters = sum(map(inner.weights_in, model.parameters()))
         if place.apart or place.in_slices:  # it is loaded on the host, or nowhere
             for tensor in (*model.parameters(), *model.buffers()):
                 ledger.name(tensor.detach(), ABSENT if place.in_slices else _HOST_SIDE + MODEL)

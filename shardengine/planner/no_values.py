@@ -28,6 +28,8 @@ from shardengine.planner.ledger import Mode, Seen, tensors_in
 _NONE: Mapping[nn.Module, Any] = MappingProxyType({})
 LARGE = 1 << 20
 """Bytes from which any tensor that is made is fake."""
+_LARGE_OF: Mapping[torch.dtype, int] = dict.fromkeys((torch.uint8, torch.int8), 256)
+"""Of these dtypes: they are those of packed weights, and of no positions."""
 _aten = torch.ops.aten
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _MAKERS = frozenset({"aten::empty", "aten::zeros", "aten::ones", "aten::full", "aten::rand", "aten::randn",
@@ -197,7 +199,7 @@ class NoValues(Mode):
         whole = func._schema.name == "aten::full" and not isinstance(args[1], float)
         dtype = kwargs.get("dtype") or (torch.int64 if whole else torch.get_default_dtype())
         count = torch.Size(args[0]).numel()
-        if (dtype.is_floating_point and len(args[0])) or count * dtype.itemsize >= LARGE:
+        if (dtype.is_floating_point and len(args[0])) or count * dtype.itemsize >= _LARGE_OF.get(dtype, LARGE):
             if kwargs.get("pin_memory"):
                 with self._fake:
                     return func(*args, **kwargs)

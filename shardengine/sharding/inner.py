@@ -16,6 +16,7 @@ moves about) shows whatever the parameter shows.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -54,6 +55,14 @@ class _Outers:
     def alive(self) -> list[Tensor]:
         """Them."""
         return [outer for each in self._outers if (outer := each()) is not None]
+
+
+def weights_in(parameter: Tensor) -> int:
+    """How many weights it has: packed ones counted as what they were, scales and the like beside another not at all."""
+    if is_beside(parameter):
+        return 0
+    shape = getattr(getattr(parameter, "quant_state", None), "shape", None)
+    return parameter.numel() if shape is None else math.prod(shape)
 
 
 def is_inner(parameter: Tensor) -> bool:

@@ -38,17 +38,19 @@ from shardengine.sharding.inner import aliases_of, class_of, is_outer, leaves_of
 
 _MARK = "shardengine_poison"
 _HIDDEN = "_shardengine_hidden"
+_MANY = 256
 
 
 class _Element:
     """The one element of a dtype on a device that every parameter shows whose weights are elsewhere."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, count: int) -> None:
+        """count: elements of its storage."""
         has_nan = dtype.is_floating_point or dtype.is_complex
         lowest = False if dtype is torch.bool else 0 if has_nan else torch.iinfo(dtype).min
         self._value: float | int = float("nan") if has_nan else lowest
         with torch.inference_mode(False):
-            self.element = torch.full((1,), self._value, dtype=dtype, device=device)[0]
+            self.element = torch.full((count,), self._value, dtype=dtype, device=device)[0]
         setattr(self.element.untyped_storage(), _MARK, True)
         self._asked: WeakKeyDictionary[Platform, Fetched] = WeakKeyDictionary()  # what one waits for concerns no other
 
@@ -71,8 +73,9 @@ def _element_of(dtype: torch.dtype, device: torch.device) -> _Element:
 
 @functools.cache
 def _made(dtype: torch.dtype, device: torch.device, valued: bool) -> _Element:
-    """valued: others have no memory, and are no use outside of ``kernels.without_values``."""
-    return _Element(dtype, device)
+    """valued: others have no memory, and are no use outside of ``kernels.without_values``, where a few bytes are taken
+    for positions or flags, and have values."""
+    return _Element(dtype, device, 1 if valued or dtype.is_floating_point else _MANY)
 
 
 def restore_poison(dtype: torch.dtype, platform: Platform) -> bool:

@@ -108,7 +108,10 @@ def test_a_recipe_fits_what_it_is_named_after(name: str, tmp_path: Path, capsys:
     command, train = shlex.split(tree["_plan"]), shlex.split(tree["_train"])
     given = {word: value for word, value in pairwise(command) if word.startswith("--")}
     assert given["--config"] == name and given["--gpus"] == f"{name.split('-')[1]}GB"
-    assert ("--lora" in given) == name.startswith("lora")
+    assert ("--lora" in given) == (not name.startswith("full"))
+    if (packed := "bits=4" in given.get("--lora", "")) or name.startswith("qlora"):
+        assert packed and name.startswith("qlora")
+        pytest.importorskip("bitsandbytes")
     for option in ("--config", "--model", "--length", "--lora"):
         assert (option in given) == (option in train)
         assert option not in given or train[train.index(option) + 1] == given[option]

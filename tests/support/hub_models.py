@@ -23,6 +23,9 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "Qwen/Qwen3-14B": {
         "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40,
     },
+    "Qwen/Qwen3-32B": {
+        "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64,
+    },
 }  # fmt: skip
 """What their own config.json says of shapes."""
 OF_A_KIND: Mapping[str, Mapping[str, Any]] = {
