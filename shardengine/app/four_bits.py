@@ -90,7 +90,7 @@ def _pack(module: Any, dtype: torch.dtype) -> None:
         offset=empty(),
         state2=of_scales,
     )
-    module.weight = Params4bit(
+    weight = Params4bit(
         empty(-(-weights // 2), 1, dtype=torch.uint8),
         requires_grad=False,
         quant_state=state,
@@ -100,4 +100,5 @@ def _pack(module: Any, dtype: torch.dtype) -> None:
         bnb_quantized=True,
         module=module,
     )
-    module.quant_state = state
+    module.register_parameter("weight", weight)
+    vars(module)["quant_state"] = state

@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from shardengine import stages
 from shardengine.config import MICRO, TRIPLE
 from shardengine.errors import ConfigError, UsageError
 from shardengine.planner import Plan
@@ -90,7 +91,7 @@ def _changes(options: argparse.Namespace, found: Plan) -> Iterator[_Change]:
         follows = config.sources.get(STEPS) == "derived" and config.sources.get(WHOLE) == "file"
         kept = () if follows and options.micro_batch is None else (f"{STEPS}={micro * steps}",)
         yield _Change("--set", (f"{MICRO}=1", *kept))
-    if config.zero_optimization.stage < 3:
+    if not stages.select(config).moves_weights:
         yield _Change("--set", (f"{_ZERO}.stage=3",))
     if not config.activation_checkpointing.enabled:
         yield _Change("--set", ("activation_checkpointing.enabled=true",))

@@ -242,9 +242,8 @@ def dry_run(
         ledger.begin(INITIALIZE)
         model = make(mode)
         parameters = sum(map(inner.weights_in, model.parameters()))
-        if place.apart or place.in_slices:  # it is loaded on the host, or nowhere
-            for tensor in (*model.parameters(), *model.buffers()):
-                ledger.name(tensor.detach(), ABSENT if place.in_slices else _HOST_SIDE + MODEL)
+        for tensor in (*model.parameters(), *model.buffers()) if place.apart or place.in_slices else ():
+            ledger.name(tensor.detach(), ABSENT if place.in_slices else _HOST_SIDE + MODEL)  # on the host, or nowhere
         mesh = absent_mesh(
             place.ranks, place.rank, HOST, backend="nccl" if place.apart else "gloo",
             platform=lambda _: _Imagined(place, ledger, recorder), wire=wire, node_ranks=place.node_ranks,

@@ -53,6 +53,7 @@ def broken(page: Path, link: str) -> str:
     return ""
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
     reasons = {link: broken(page, link) for link in links(page)}

@@ -24,6 +24,7 @@ def found(pools: Callable[[int], RankPool], tmp_path_factory: pytest.TempPathFac
     return names
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("kind", list(EXPECTED))
 def test_no_name_that_users_see_has_changed(found: dict[str, list[str]], kind: str) -> None:
     assert found.keys() == EXPECTED.keys()

@@ -76,6 +76,7 @@ FILE_RULES = (
 )
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("rule", FILE_RULES, ids=lambda rule: rule.__name__)
 def test_every_file_keeps(rule) -> None:
     report([text for path, source in SOURCES.items() for text in rule(path, source)])

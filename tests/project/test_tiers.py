@@ -54,8 +54,15 @@ def test_the_rule() -> None:
 def test_every_function_is_thorough_with_a_spread_of_its_cases() -> None:
     cases: list[Any] = [Item(f"a.py::many[{number}]") for number in range(9)]
     others: list[Any] = [Item("a.py::long", "full"), Item("a.py::new")]
-    found = tiers.thorough([*cases, *others], {"a.py::many": (9, 1.8), "a.py::long": (1, 100.0)})
-    assert [item.nodeid for item in found] == [*(f"a.py::many[{n}]" for n in (0, 4, 8)), "a.py::long", "a.py::new"]
+    others += [Item(f"a.py::all[{number}]", "whole") for number in range(3)]
+    record = {"a.py::many": (9, 1.8), "a.py::long": (1, 100.0), "a.py::all": (3, 90.0)}
+    found = tiers.thorough([*cases, *others], record)
+    assert [item.nodeid for item in found] == [
+        *(f"a.py::many[{n}]" for n in (0, 4, 8)),
+        "a.py::long",
+        "a.py::new",
+        *(f"a.py::all[{n}]" for n in range(3)),
+    ]
 
 
 def test_the_longest_file_comes_first() -> None:

@@ -7,6 +7,7 @@ test function, how many cases it had and the seconds of all of them (``--record-
 - Of each function as many cases are in a tier as fit into its budget, spread evenly over the list of its cases.
 - Where not even one fits, one is thorough, and quick if it takes no more than ``LONGEST_S``.
 - ``@pytest.mark.core``: then the first case is quick whatever it costs. For promises of which every test is long.
+- ``@pytest.mark.whole``: all its cases are thorough. For cases that are promises of their own.
 - ``@pytest.mark.full``: never quick. For costs that the record does not show. Nor is what needs a GPU.
 - A function that was not recorded is quick: whoever writes a test runs it.
 """
@@ -85,7 +86,8 @@ def quick(items: Sequence[pytest.Item], record: Record) -> Iterator[pytest.Item]
 def thorough(items: Sequence[pytest.Item], record: Record) -> Iterator[pytest.Item]:
     """Those of ``items`` that are thorough."""
     for function, cases in _by_function(items).items():
-        numbers = chosen(len(cases), cost(function, record), THOROUGH_S, math.inf)
+        whole = cases[0].get_closest_marker("whole") is not None
+        numbers = set(range(len(cases))) if whole else chosen(len(cases), cost(function, record), THOROUGH_S, math.inf)
         yield from (cases[number] for number in sorted(numbers))
 
 

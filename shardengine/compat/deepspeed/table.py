@@ -61,9 +61,15 @@ REFUSED: dict[str, str] = {
     "moe.layer.MoE": _EXPERTS,
     "ops.adagrad.DeepSpeedCPUAdagrad": f"Adagrad is not available; {_BY_CONFIG}",
     "ops.lamb.FusedLamb": f"it needs the norm of each full parameter; {_BY_CONFIG}",
+    "elasticity.compute_elastic_config": (
+        "the number of ranks does not choose the batch size: the config's train_batch_size stays the same on any number"
+    ),
     "sequence.layer.DistributedAttention": _SEQUENCES,
     "sequence.cross_entropy.vocab_sequence_parallel_cross_entropy": _SEQUENCES,
     "runtime.utils.move_to_device": "call .to(device) on each tensor of the batch",
+    "runtime.sequence_parallel.ulysses_sp.TiledMLP": (
+        "nothing is cut over tokens; the config's activation_checkpointing spares activations"
+    ),
     "runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF": _SEQUENCES,
     "runtime.sequence_parallel.ulysses_sp.UlyssesSPDataLoaderAdapter": _SEQUENCES,
     "utils.groups._get_sequence_parallel_group": _SEQUENCES,
@@ -146,6 +152,7 @@ PROVIDED: dict[str, Any] = {
     "checkpoint.utils.clone_tensors_for_torch_save": helpers.clone_tensors_for_torch_save,
     "compression.helper.recursive_getattr": helpers.recursive_getattr,
     "compression.helper.recursive_setattr": helpers.recursive_setattr,
+    "git_version_info.version": VERSION,
     "launcher.runner.DEEPSPEED_ENVIRONMENT_NAME": ".deepspeed_env",
     **{name: _refusing(name, reason) for name, reason in REFUSED.items()},
 }
