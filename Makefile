@@ -62,9 +62,9 @@ clean:  ## remove caches and builds; .venv and what runs wrote stay
 	find shardengine tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The environment is touched only when what it was made from has other *contents*: a fresh checkout changes times, not text.
-# EXTRAS of pyproject.toml are installed: `make demo` alone needs few packages. A stamp says that this is done.
+# EXTRAS of pyproject.toml are installed: `make demo` alone installs few packages. A stamp says that this is done.
 ifeq ($(MAKECMDGOALS),demo)
-EXTRAS = hf,plot,fast
+EXTRAS = lora,plot,fast
 STAMPS = $(STAMP) $(STAMP)-demo
 else
 EXTRAS = test

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shardengine.errors import UsageError
+from shardengine.sharding import inner
 
 ALL_LINEAR = "all-linear"
 _FORM = "--lora r=8,alpha=16,targets=q_proj+v_proj"
@@ -153,7 +154,9 @@ def describe(model: Any) -> str:
     (config,) = model.peft_config.values()
     targets = sorted({name.rsplit(".", 1)[-1] for name in model.targeted_module_names})
     dropout = f", dropout {config.lora_dropout:g}" if config.lora_dropout else ""
-    base = " of 4 bits" if getattr(model, "is_loaded_in_4bit", False) else ""
+    whole = sum(map(inner.weights_in, model.parameters()))
+    packed = sum(inner.weights_in(each) for each in model.parameters() if hasattr(each, "quant_state"))
+    base = f"; {packed / whole:.0%} of all weights have 4 bits" if packed else ""
     return f"LoRA, r {config.r}, alpha {config.lora_alpha:g}{dropout} on {', '.join(targets)}{base}"
 
 

@@ -42,6 +42,7 @@ from shardengine.app.settings import (
     check_trace,
     default_model_cache,
     require,
+    require_lora,
     reserve_output,
 )
 from shardengine.comm import RankFailure, default_ranks, devices, mesh, rank_environment, rendezvous
@@ -120,9 +121,7 @@ def _run_inside(options: argparse.Namespace, settings: Settings) -> int:
 def _check_lora(settings: Settings) -> None:
     if settings.lora is None:
         return
-    require("peft", extra="lora", what="--lora")
-    if adapters.parse(settings.lora).bits is not None:
-        require("bitsandbytes", extra="qlora", what="--lora bits=4")
+    require_lora(settings.lora)
     if settings.init == FROM_CONFIG:
         raise UsageError(
             f"--lora with --init {FROM_CONFIG}: expected a base model that is kept, because adapters alone are trained "

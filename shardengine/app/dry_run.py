@@ -31,7 +31,7 @@ def run(settings: Settings, ranks: int) -> int:
         print(error)
         return 1
     batch = planning.first_batch(config, blocks, ranks)
-    found = plan(model.train(), config, where, batch=batch, in_slices=not planning.is_quantised(model.config))
+    found = plan(model.train(), config, where, batch=batch, in_slices=not four_bits.is_quantised(model.config))
     for notice in (*config.notices, *told):
         print(f"note: {notice}")
     print(planning.text_of(found))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardengine.config import Config
+from shardengine.errors import UsageError
 
 _BLOCK, _BLOCK_OF_SCALES = 64, 256
 """Weights of one scale, and scales of one scale of theirs; bitsandbytes has the first for nf4 and the second always."""
@@ -24,13 +25,29 @@ def dtype_of(config: Config) -> torch.dtype:
     return torch.bfloat16 if config.bf16.enabled else torch.float16 if config.fp16.enabled else torch.float32
 
 
-def load(name: str, dtype: torch.dtype) -> Any:
-    """The causal LM of a folder or name, packed on the rank's device; it is whole there until ``initialize``."""
+def is_quantised(config: Any) -> bool:
+    """Whether a model's config says that its weights have fewer bits, in a form of another library."""
+    return getattr(config, "quantization_config", None) is not None
+
+
+def refuse_quantised(config: Any, name: str) -> None:
+    """UsageError where the files of the model ``name`` have fewer bits already."""
+    if is_quantised(config):
+        raise UsageError(f"--lora bits=4: the files of {name} are quantised already; leave bits=4 out")
+
+
+def load(name: str, dtype: torch.dtype, device: torch.device) -> Any:
+    """The causal LM of a folder or name, packed on ``device``; it is whole there until ``initialize``."""
     from transformers import AutoModelForCausalLM
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of transformers, about what it hands to bitsandbytes
-        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, quantization_config=_packing(dtype))
+        model = AutoModelForCausalLM.from_pretrained(
+            name, dtype=dtype, quantization_config=_packing(dtype), device_map={"": device}
+        )
+    for module in filter(_is_packed, model.modules()):
+        vars(module)["support_avx512bf16_for_cpu"] = False  # in eval() it would replace weights that an engine holds
+    return model
 
 
 def pack_without_values(model: Any, dtype: torch.dtype) -> None:

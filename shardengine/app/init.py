@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from shardengine.app import planning
-from shardengine.app.settings import check_model, require
+from shardengine.app.settings import check_model, require, require_lora
 from shardengine.comm import devices
 from shardengine.errors import UsageError
 from shardengine.planner import Hardware, choose, show_bytes
@@ -60,9 +60,7 @@ def run(options: argparse.Namespace) -> int:
     check_model(model)
     lora = _LORA_KEYS.get(method)
     if lora is not None:
-        require("peft", extra="lora", what=f"--method {method}")
-    if method == QLORA:
-        require("bitsandbytes", extra="qlora", what=f"--method {method}")
+        require_lora(lora, f"--method {method}")
     logging.getLogger("shardengine").setLevel(logging.ERROR)  # of runs that are none
     told = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
     base = base_config(method, hardware.ranks, nvme=options.nvme is not None)

@@ -42,7 +42,7 @@ def train(settings: Settings, config: Config, rank_sums: RankSums) -> bool:
     that cannot be used.
     """
     stop = StopRequest()
-    tokenizer, model = load_model(settings, config.seed, four_bits.dtype_of(config))
+    tokenizer, model = load_model(settings, config.seed, four_bits.dtype_of(config), rank_sums.mesh.device)
     blocks = load_data(settings, tokenizer, model)
     config = planning.decided(settings, config, model, blocks, rank_sums.mesh)
     settings = settings.with_steps(len(blocks.training), config.train_batch_size or 1)
@@ -152,15 +152,20 @@ def sample(engine: shardengine.Engine, prompt: torch.Tensor, length: int, tokeni
 
 
 def load_model(
-    settings: Settings, seed: int, dtype: torch.dtype = torch.float32, *, values: bool = True
+    settings: Settings,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+    *,
+    values: bool = True,
 ) -> tuple[Any, Any]:
     """(tokenizer, causal LM in fp32) from a Hugging Face directory or name; the default one was built by the parent.
 
     Its weights, and adapters on it, are as the settings say; random ones come from ``seed``. The model has no memory:
     ``initialize`` gives each rank its part, in the dtype that the config of the run says. Quantised weights, and files
-    that are no safetensors, cannot be read in parts: such a model is whole on every rank. dtype: in which the run
-    computes, for a base that is packed (``--lora bits=4``) · values: False for a model on torch's meta device, of which
-    only the config is read, unless its files are quantised.
+    that are no safetensors, cannot be read in parts: such a model is whole on every rank. dtype, device: of the run,
+    for a base that is packed (``--lora bits=4``) · values: False for a model on torch's meta device, of which only the
+    config is read, unless its files are quantised.
     """
     from transformers import AutoConfig, AutoTokenizer
     from transformers.utils import logging
@@ -171,10 +176,12 @@ def load_model(
     tokenizer = AutoTokenizer.from_pretrained(name)
     config = AutoConfig.from_pretrained(name)
     packed = settings.lora is not None and adapters.parse(settings.lora).bits is not None
-    if packed and planning.is_quantised(config):
-        raise UsageError(f"--lora bits=4: the files of {name} are quantised already; leave bits=4 out")
-    make = partial(_make, name, config, tokenizer, settings, seed, dtype if packed else None)
-    if (planning.is_quantised(config) and settings.init != FROM_CONFIG) or (packed and values):
+    if packed:
+        four_bits.refuse_quantised(config, name)
+    make = partial(
+        _make, name, config, tokenizer, settings, seed, (dtype, device or torch.device("cpu")) if packed else None
+    )
+    if (four_bits.is_quantised(config) and settings.init != FROM_CONFIG) or (packed and values):
         model = make()
     elif not values:
         with torch.device("meta"):
@@ -199,20 +206,20 @@ def _make(
     tokenizer: Any,
     settings: Settings,
     seed: int,
-    packed: torch.dtype | None,
+    packed: tuple[torch.dtype, torch.device] | None,
     *,
     random: bool = False,
 ) -> Any:
-    """The model of ``load_model``, with its own or random weights. packed: to 4 bits, in a run of that dtype."""
+    """The model of ``load_model``, with its own or random weights. packed: to 4 bits, for a run in and on these."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
     if random:
-        model = AutoModelForCausalLM.from_config(config, dtype=packed or torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=packed[0] if packed else torch.float32)
         if packed is not None:
-            four_bits.pack_without_values(model, packed)
+            four_bits.pack_without_values(model, packed[0])
     elif packed is not None:
-        model = four_bits.load(name, packed)
+        model = four_bits.load(name, *packed)
     else:
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     rows = model.get_input_embeddings().weight.shape[0]

@@ -26,9 +26,9 @@ import torch
 from shardengine.app import adapters, four_bits, sources, what_fits
 from shardengine.app.data import Blocks, training_batches
 from shardengine.app.rank_sums import RankSums
-from shardengine.app.settings import Settings, check_model, read_base, read_config, require
+from shardengine.app.settings import Settings, check_model, read_base, read_config, require, require_lora
 from shardengine.comm import Mesh
-from shardengine.config import MICRO, Config, load_config
+from shardengine.config import MICRO, TRIPLE, Config, load_config, provisional
 from shardengine.engine import Engine
 from shardengine.errors import UsageError
 from shardengine.planner import (
@@ -59,6 +59,8 @@ from shardengine.planner import (
 def run(options: argparse.Namespace) -> int:
     """Print the plan, or with --choose the configs that fit; the exit code."""
     require("transformers", extra="hf", what="plan --model")
+    if options.lora is not None:
+        require_lora(options.lora)
     if options.plot is not None:
         _check_plot(Path(options.plot))
     hardware = _hardware(options)
@@ -77,11 +79,6 @@ def run(options: argparse.Namespace) -> int:
         for line in what_fits.sentences(options, found, lambda changed: _planned(changed, model)):
             print(line, flush=True)
     return 0 if found.fits else 1
-
-
-def is_quantised(config: Any) -> bool:
-    """Whether a model's config says that its weights have fewer bits, in a form of another library."""
-    return getattr(config, "quantization_config", None) is not None
 
 
 def _planned(options: argparse.Namespace, model: Callable[[], Any]) -> Plan:
@@ -169,7 +166,9 @@ def model_of(place: str, lora: str | None, base: Mapping[str, Any], *, script: b
     given = None if lora is None else adapters.parse(lora)
     packed = given is not None and given.bits is not None
     if packed:
-        saved = four_bits.dtype_of(load_config({MICRO: 1, **{name: base[name] for name in _PRECISION if name in base}}))
+        four_bits.refuse_quantised(config, place)
+        read = {**base, **dict.fromkeys(TRIPLE), MICRO: 1}
+        saved = four_bits.dtype_of(load_config(read, provisional(read)))
     with torch.device("meta"), _default_dtype(saved):
         try:
             model = kind(config) if kind is not None else transformers.AutoModelForCausalLM.from_config(config)
@@ -179,9 +178,6 @@ def model_of(place: str, lora: str | None, base: Mapping[str, Any], *, script: b
         if packed:
             four_bits.pack_without_values(model, saved)
         return model if given is None else adapters.attach(model, given)
-
-
-_PRECISION = ("bf16", "bfloat16", "fp16")
 
 
 @contextmanager
@@ -289,7 +285,9 @@ def _question(settings: Settings, config: Config, model: Any, blocks: Blocks) ->
     if settings.resume is not None:
         return None
     batch = lambda: first_batch(config, blocks, 1)  # noqa: E731
-    asked = automatic.question_of(settings.source, model, batch=batch, in_slices=not is_quantised(model.config))
+    asked = automatic.question_of(
+        settings.source, model, batch=batch, in_slices=not four_bits.is_quantised(model.config)
+    )
     return None if asked is None else dataclasses.replace(asked, base=sources.with_optimizer(asked.base))
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from shardengine import stages
-from shardengine.app import adapters, flops
+from shardengine.app import adapters, flops, sources
 from shardengine.app.data import Blocks
 from shardengine.app.settings import DROP, FROM_CONFIG, Settings
 from shardengine.checkpoint import write_text
@@ -67,7 +67,8 @@ class Report:
             return
         config, settings = engine.config, self._settings
         self._first = engine.global_steps
-        write_text(settings.output / "shardengine.json", json.dumps(config.to_dict(), indent=2) + "\n")
+        stored = sources.out_of_folder(config, settings.output)
+        write_text(settings.output / "shardengine.json", json.dumps(stored.to_dict(), indent=2) + "\n")
         if settings.resume is not None or settings.again:
             self._continue(-1 if settings.resume is None else self._first)
         unique = list(engine.module.parameters())

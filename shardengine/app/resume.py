@@ -105,7 +105,8 @@ class Earlier:
             problems.append(f"--model: it was started with {self.model or 'the default model'}, got {options.model}")
         if options.seed is not None and (seed := load_config(self.output / CONFIG).seed) != options.seed:
             problems.append(f"--seed: it was started with {seed}, got {options.seed}")
-        changes = sources.changes_of(options.set, options.lr)
+        own = [change for change in options.set or () if change.startswith(sources.MONITOR)]
+        changes = sources.changes_of([change for change in options.set or () if change not in own], options.lr)
         if (options.config is not None or changes) and not problems:
             path = self.output / CONFIG if options.config is None else sources.find(options.config)
             problems += self._other_config(sources.changed(path, changes), options)
@@ -134,7 +135,7 @@ class Earlier:
             packing=self.packing,
             too_long=self.too_long,
             epochs=options.epochs,
-            changes=sources.monitors(options.log),
+            changes=(*own, *sources.monitors(options.log)),
         )
 
     def _other_config(self, source: sources.Source, options: argparse.Namespace) -> list[str]:
@@ -243,11 +244,11 @@ def _read_run(output: Path) -> dict[str, Any]:
 
 def arguments(settings: Settings) -> list[object]:
     """The options that tell a rank where the run is written to and whether it goes on."""
+    changes = [part for change in settings.changes for part in ("--set", change)]
     if settings.resume is None:
-        changes = [part for change in settings.changes for part in ("--set", change)]
         return ["--config", settings.config, "--output", settings.output, *changes]
     chosen = [] if settings.resume == LATEST else [FOLDER, settings.resume]
-    return ["--resume", settings.output.joinpath(*chosen)]
+    return ["--resume", settings.output.joinpath(*chosen), *changes]
 
 
 def hint(output: Path) -> str:

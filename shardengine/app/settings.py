@@ -16,7 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from shardengine.app import hub_data, jsonl, sources
+from shardengine.app import adapters, hub_data, jsonl, sources
+from shardengine.app.adapters import Lora
 from shardengine.config import (
     MICRO,
     TRIPLE,
@@ -190,6 +191,15 @@ def require(*packages: str, extra: str, what: str = "this") -> None:
         raise UsageError(
             f"{what} needs {' and '.join(missing)}, which is not installed: pip install 'shardengine[{extra}]'"
         )
+
+
+def require_lora(text: str, option: str = "--lora") -> Lora:
+    """What ``text`` says of adapters; UsageError where it cannot be read, or a package is missing that it needs."""
+    lora = adapters.parse(text)
+    require("peft", extra="lora", what=option)
+    if lora.bits is not None:
+        require("bitsandbytes", extra="qlora", what="--lora bits=4" if option == "--lora" else option)
+    return lora
 
 
 def check_data(data: str, option: str = "--data") -> None:

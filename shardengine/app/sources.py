@@ -7,13 +7,23 @@ the keys mean. Imported before torch, so that a wrong key is said at once.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 import shardengine
-from shardengine.config import Config, ConfigTree, MonitorConfig, OptimizerConfig, SinkConfig, nearest, plain, read_tree
+from shardengine.config import (
+    ALIASES,
+    Config,
+    ConfigTree,
+    MonitorConfig,
+    OptimizerConfig,
+    SinkConfig,
+    nearest,
+    plain,
+    read_tree,
+)
 from shardengine.errors import UsageError
 
 DEFAULT_OPTIMIZER = OptimizerConfig("AdamW", {"lr": 2e-5, "betas": (0.9, 0.95), "weight_decay": 0.1})
@@ -51,6 +61,10 @@ def changes_of(given: Sequence[str] | None, lr: float | None) -> tuple[str, ...]
     return (*(given or ()), *(() if lr is None else (f"{LR}={lr!r}",)))
 
 
+MONITOR = "monitor."
+"""The keys that begin so change nothing of a training."""
+
+
 def monitors(given: Sequence[str] | None) -> tuple[str, ...]:
     """What ``--log`` changes, each as KEY=VALUE. given: names of monitors, or several with commas between them.
 
@@ -61,18 +75,26 @@ def monitors(given: Sequence[str] | None) -> tuple[str, ...]:
     for name in names:
         if name not in known:
             raise UsageError(f"--log {name}: expected one of {', '.join(known)}; nearest is {nearest(name, known)}")
-    return tuple(f"monitor.{name}.enabled=true" for name in dict.fromkeys(names))
+    return tuple(f"{MONITOR}{name}.enabled=true" for name in dict.fromkeys(names))
 
 
 def in_folder(config: Config, folder: Path) -> Config:
     """The config of a run, whose monitors of files write into the run's folder where it names no other."""
-    sinks = {each.name: getattr(config.monitor, each.name) for each in fields(config.monitor)}
+    return _with_places(config, lambda place: place or str(folder))
+
+
+def out_of_folder(config: Config, folder: Path) -> Config:
+    """What ``in_folder`` was given: the folder of a run may be moved."""
+    return _with_places(config, lambda place: None if place == str(folder) else place)
+
+
+def _with_places(config: Config, changed: Callable[[str | None], str | None]) -> Config:
+    monitor = config.monitor
+    sinks = {name: sink for name, sink in vars(monitor).items() if isinstance(sink, SinkConfig) and sink.enabled}
     placed: dict[str, Any] = {
-        name: replace(sink, output_path=str(folder))
-        for name, sink in sinks.items()
-        if isinstance(sink, SinkConfig) and sink.output_path is None
+        name: replace(sink, output_path=changed(sink.output_path)) for name, sink in sinks.items()
     }
-    return replace(config, monitor=replace(config.monitor, **placed))
+    return replace(config, monitor=replace(monitor, **placed))
 
 
 def changed(path: Path, changes: Sequence[str]) -> Source:
@@ -88,6 +110,7 @@ def changed(path: Path, changes: Sequence[str]) -> Source:
         names = key.strip().split(".")
         if not equals or not all(names):
             raise UsageError(f"--set {change}: {_FORM}")
+        names = _as_written(tree, names)
         if key.strip() == LR:
             _check_rate(tree, value)
         if names[0] == "optimizer" and len(names) > 1 and names[1] != "type":
@@ -119,6 +142,15 @@ def _put(tree: dict[str, Any], names: Sequence[str], value: Any, change: str) ->
             where = ".".join(names[:place])
             raise UsageError(f"--set {change}: expected {where} to be an object in the config, it is {node!r:.80}")
     node[names[-1]] = value
+
+
+def _as_written(tree: Mapping[str, Any], names: list[str]) -> list[str]:
+    """The key ``names`` by the name that the tree has of a section on its top level: its own or another one."""
+    for other, current in ALIASES.items():
+        section = current.split(".")
+        if names[: len(section)] == section and isinstance(tree.get(other), Mapping):
+            return [other, *names[len(section) :]]
+    return names
 
 
 def _check_rate(tree: Mapping[str, Any], value: str) -> None:

@@ -14,6 +14,7 @@ Must not know: torch, devices, process groups; the number of ranks comes in as a
 from __future__ import annotations
 
 from shardengine.config import kinds
+from shardengine.config.foreign import ALIASES
 from shardengine.config.json_schema import json_schema
 from shardengine.config.kinds import nearest, plain
 from shardengine.config.load import (
@@ -50,6 +51,7 @@ from shardengine.config.schema import (
 )
 
 __all__ = [
+    "ALIASES",
     "KEYS",
     "MICRO",
     "NOT_CLIPPED",

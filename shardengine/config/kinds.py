@@ -186,6 +186,17 @@ def optional(kind: Kind, meaning: str) -> Kind:
     )
 
 
+def name(meaning: str) -> Kind:
+    """A string, or null; an empty one is null, too. ``meaning`` says what null stands for."""
+
+    def parse(value: Any) -> str | None:
+        if value is not None and not isinstance(value, str):
+            raise ValueError
+        return value or None
+
+    return Kind(f"a string, or null ({meaning})", {"type": ["string", "null"]}, parse)
+
+
 def _checked(words: str, schema: JsonSchema, accepts: Callable[[Any], bool]) -> Kind:
     def parse(value: Any) -> Any:
         if not accepts(value):

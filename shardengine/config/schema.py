@@ -55,6 +55,7 @@ from shardengine.config.kinds import (
     choice,
     frozen,
     integer,
+    name,
     number,
     optional,
 )
@@ -363,7 +364,9 @@ class SinkConfig:
     """One monitor, which writes below ``output_path``/``job_name``."""
 
     enabled: bool = switch(False, "Rank 0 writes the numbers of every optimizer step.")
-    output_path: str | None = key(None, PLACE, "The directory that holds the job's; null: the working directory.")
+    output_path: str | None = key(
+        None, PLACE, "The directory of the job's; null: the working directory, of `train` the run's."
+    )
     job_name: str = key("shardengine", TEXT, "The name of the job's directory in output_path.")
 
 
@@ -375,21 +378,21 @@ class WandbConfig:
     """Weights & Biases, by the package wandb; who logs in where is the package's matter."""
 
     enabled: bool = switch(False, "Rank 0 sends the numbers of every optimizer step to Weights & Biases.")
-    project: str | None = key(None, optional(TEXT, _OF_SERVICE), "The run's project.")
-    team: str | None = key(None, optional(TEXT, _OF_SERVICE), "The team or user who owns the run.")
-    group: str | None = key(None, optional(TEXT, "none"), "The group of runs that it belongs to.")
+    project: str | None = key(None, name(_OF_SERVICE), "The run's project.")
+    team: str | None = key(None, name(_OF_SERVICE), "The team or user who owns the run.")
+    group: str | None = key(None, name("none"), "The group of runs that it belongs to.")
 
 
 @dataclass(frozen=True)
 class MlflowConfig:
-    """MLflow, by the package mlflow or mlflow-skinny."""
+    """MLflow, by the package mlflow or mlflow-skinny; what is null is as in its environment variables."""
 
     enabled: bool = switch(False, "Rank 0 sends the numbers of every optimizer step to MLflow.")
     tracking_uri: str | None = key(
-        None, optional(TEXT, _OF_SERVICE), "Where runs are kept, as http://host:5000 or sqlite:///runs.db."
+        None, name(_OF_SERVICE), "Where runs are kept, as http://host:5000 or sqlite:///runs.db."
     )
-    experiment_name: str | None = key(None, optional(TEXT, _OF_SERVICE), "The run's experiment, made if it is new.")
-    run_name: str | None = key(None, optional(TEXT, _OF_SERVICE), "The run's name.")
+    experiment_name: str | None = key(None, name(_OF_SERVICE), "The run's experiment, made if it is new.")
+    run_name: str | None = key(None, name(_OF_SERVICE), "The run's name.")
 
 
 @dataclass(frozen=True)
@@ -398,10 +401,10 @@ class CometConfig:
 
     enabled: bool = switch(False, "Rank 0 sends the numbers of optimizer steps to Comet.")
     samples_log_interval: int = key(1, COUNT, "A step is sent when so many samples have passed since the last one.")
-    project: str | None = key(None, optional(TEXT, _OF_SERVICE), "The experiment's project.")
-    workspace: str | None = key(None, optional(TEXT, _OF_SERVICE), "The workspace of that project.")
-    experiment_name: str | None = key(None, optional(TEXT, _OF_SERVICE), "The experiment's name.")
-    experiment_key: str | None = key(None, optional(TEXT, "a new experiment"), "The experiment that is continued.")
+    project: str | None = key(None, name(_OF_SERVICE), "The experiment's project.")
+    workspace: str | None = key(None, name(_OF_SERVICE), "The workspace of that project.")
+    experiment_name: str | None = key(None, name(_OF_SERVICE), "The experiment's name.")
+    experiment_key: str | None = key(None, name("a new experiment"), "The experiment that is continued.")
     online: bool | None = key(None, optional(BOOL, _OF_SERVICE), "false: written to a file, to be uploaded later.")
     mode: str | None = key(
         None, optional(choice("get", "create", "get_or_create"), _OF_SERVICE), "Whether experiment_key must be there."

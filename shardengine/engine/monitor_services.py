@@ -8,6 +8,7 @@ package's matter: its environment variables and files.
 from __future__ import annotations
 
 import importlib
+import os
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -60,26 +61,36 @@ class MlflowMonitor:
         mlflow = _package("mlflow", "mlflow-skinny")
         self._metric, self._prefix = mlflow.entities.Metric, prefix
         self._client = mlflow.MlflowClient(tracking_uri=config.tracking_uri)
-        active = mlflow.active_run() if config.tracking_uri is None else None
+        is_here = config.tracking_uri in (None, mlflow.get_tracking_uri())
+        active = mlflow.active_run() if is_here else None
         self._is_ours = active is None
+        self._sent: Any = None
         self._run_id: str = self._begin(config) if active is None else active.info.run_id
 
     def _begin(self, config: MlflowConfig) -> str:
-        number = "0"
-        if config.experiment_name is not None:
-            known = self._client.get_experiment_by_name(config.experiment_name)
-            number = known.experiment_id if known else self._client.create_experiment(config.experiment_name)
+        number, name = os.environ.get("MLFLOW_EXPERIMENT_ID", "0"), os.environ.get("MLFLOW_EXPERIMENT_NAME")
+        if name := config.experiment_name or name:
+            known = self._client.get_experiment_by_name(name)
+            number = known.experiment_id if known else self._client.create_experiment(name)
         run_id: str = self._client.create_run(number, run_name=config.run_name).info.run_id
         return run_id
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Log the values of ``step`` in one request."""
+        """Log the values of ``step`` in one request, on the way while the next step computes; raises what the last
+        request has met."""
         now = int(time.time() * 1000)
         metrics = [self._metric(f"{self._prefix}{name}", value, now, step) for name, value in values.items()]
-        self._client.log_batch(self._run_id, metrics=metrics)
+        self._wait()
+        self._sent = self._client.log_batch(self._run_id, metrics=metrics, synchronous=False)
+
+    def _wait(self) -> None:
+        if self._sent is not None:
+            self._sent.wait()
+            self._sent = None
 
     def close(self) -> None:
-        """End the run, if it was begun here."""
+        """End the run, if it was begun here, when the last request is done."""
+        self._wait()
         if self._is_ours:
             self._client.set_terminated(self._run_id)
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from shardengine.app import command, corpus, loop, resume
+from shardengine.app import cli, command, corpus, loop, resume
 from shardengine.app.cli import main
 from shardengine.errors import UsageError
 from tests.app.test_train import CORPUS, start
@@ -397,12 +397,25 @@ def test_a_recipe_by_name_trains_with_what_the_command_line_changes(pools: Pools
     assert losses[-1] < losses[0] - 0.1
 
 
+def test_the_parent_tells_its_ranks_of_monitors(finished: Path) -> None:
+    """Also of a run that goes on."""
+    given = ["--log", "csv", "--set", "monitor.wandb.project=p"]
+    options = cli._parser().parse_args(["train", "--resume", str(finished), *given])
+    settings = resume.read(str(finished)).settings(options)
+    told = ["--set", "monitor.wandb.project=p", "--set", "monitor.csv.enabled=true"]
+    assert resume.arguments(settings) == ["--resume", finished, *told]
+
+
 def test_monitors_go_on_and_another_may_be_added(pools: Pools, tiny: Path, tmp_path: Path):
     """Into the run's own folder."""
     output = tmp_path / "run"
     given = ("--config", tiny / "config.json", "--model", tiny / "model", "--data", tiny / "text.txt", "--length", 16)
     run(pools(1), *given, "--steps", 2, "--save-every", 2, "--output", output, "--log", "csv")
-    run(pools(1), "--resume", output, "--steps", 3, "--log", "jsonl")
+    stored = json.loads((output / "shardengine.json").read_text(encoding="utf-8"))
+    assert stored["monitor"]["csv"]["output_path"] is None  # a run may be moved
+    moved = output.rename(tmp_path / "moved")
+    output = moved
+    run(pools(1), "--resume", output, "--steps", 3, "--log", "jsonl", "--set", "monitor.csv.job_name=shardengine")
     lines = (output / "shardengine" / "metrics.csv").read_text(encoding="utf-8").splitlines()
     assert [line.partition(",")[0] for line in lines] == ["step", "1", "2", "3"]
     rows = (output / "shardengine" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()

@@ -58,6 +58,12 @@ def test_log_switches_monitors_on_which_write_into_the_folder_of_the_run(file: P
         sources.monitors(["csv", "tensorbord"])
 
 
+def test_a_section_is_changed_by_the_name_that_the_file_has_for_it(file: Path) -> None:
+    file.write_text('{"train_micro_batch_size_per_gpu": 2, "wandb": {"enabled": false, "project": "p"}}', "utf-8")
+    config = load_config(sources.changed(file, [*sources.monitors(["wandb"]), "monitor.wandb.team=us"]))
+    assert config.monitor.wandb.enabled and (config.monitor.wandb.project, config.monitor.wandb.team) == ("p", "us")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

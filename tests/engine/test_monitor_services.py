@@ -55,12 +55,13 @@ class FakeMlflow(SimpleNamespace):
             get_experiment_by_name=recording(calls, "get_experiment_by_name", experiment),
             create_experiment=recording(calls, "create_experiment", "8"),
             create_run=recording(calls, "create_run", run("new")),
-            log_batch=recording(calls, "log_batch"),
+            log_batch=recording(calls, "log_batch", SimpleNamespace(wait=recording(calls, "wait"))),
             set_terminated=recording(calls, "set_terminated"),
         )
         super().__init__(
             entities=SimpleNamespace(Metric=lambda *args: args),
             active_run=lambda: run("theirs") if opened else None,
+            get_tracking_uri=lambda: "sqlite:///here.db",
             MlflowClient=lambda tracking_uri: client,
         )
 
@@ -114,16 +115,18 @@ def test_mlflow_gets_one_batch_for_each_step(monkeypatch: pytest.MonkeyPatch, kn
     assert made == (ends if known else [("create_experiment", "e"), *ends])
 
 
-@pytest.mark.parametrize("uri", [None, "sqlite:///elsewhere.db"])
+@pytest.mark.parametrize("uri", [None, "sqlite:///here.db", "sqlite:///elsewhere.db"])
 def test_mlflow_uses_the_active_run_unless_another_place_is_named(
     monkeypatch: pytest.MonkeyPatch, uri: str | None
 ) -> None:
     calls: Calls = []
     monkeypatch.setitem(sys.modules, "mlflow", FakeMlflow(calls, opened=True))
     ran(mlflow={"enabled": True, "tracking_uri": uri})
-    assert {call[1] for call in calls if call[0] == "log_batch"} == ({"theirs"} if uri is None else {"new"})
-    assert [call[:2] for call in calls if call[0] == "create_run"] == ([] if uri is None else [("create_run", "0")])
-    assert any(call[0] == "set_terminated" for call in calls) is (uri is not None)
+    elsewhere = uri == "sqlite:///elsewhere.db"
+    assert [call[0] for call in calls if call[0] in ("log_batch", "wait")] == ["log_batch", "wait"] * 3
+    assert {call[1] for call in calls if call[0] == "log_batch"} == ({"new"} if elsewhere else {"theirs"})
+    assert [call[:2] for call in calls if call[0] == "create_run"] == ([("create_run", "0")] if elsewhere else [])
+    assert any(call[0] == "set_terminated" for call in calls) is elsewhere
 
 
 @pytest.mark.parametrize(("interval", "steps"), [(1, [1, 2, 3]), (3, [1, 3]), (100, [1])])

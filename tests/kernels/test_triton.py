@@ -28,7 +28,8 @@ PROCESSES = (["first_launches.py", "sums.py", "copies.py"], ["updates.py", "comp
 
 def environment(**change: str) -> dict[str, str]:
     """That of a process whose kernels Triton's interpreter runs, unless ``change`` says otherwise."""
-    return {**os.environ, "SHARDENGINE_KERNELS": "triton", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", **change}
+    here = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}  # what is printed is read
+    return {**here, "SHARDENGINE_KERNELS": "triton", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", **change}
 
 
 def run(code: str, **change: str) -> subprocess.CompletedProcess[str]:
