@@ -194,8 +194,8 @@ ENGINE: Mapping[str, str] = {
     **_each(
         "monitor summary_events get_tracker init_trackers log",
         "the config's csv_monitor, tensorboard, wandb, mlflow or comet, or `shardengine.initialize(..., "
-        "monitors=[...])` with an object of yours, takes the numbers of every step; `engine.get_global_grad_norm()`, `engine.get_lr()`, `engine.memory()` "
-        "and `engine.traffic()` give them, too",
+        "monitors=[...])` with an object of yours, takes the numbers of every step; `engine.get_global_grad_norm()`, "
+        "`engine.get_lr()`, `engine.memory()` and `engine.traffic()` give them, too",
     ),
     **_each("elasticity_enabled is_elastic_model_parallel_supported", _LOADS),
     **_each("autocast amp_enabled", "`torch_autocast` in the config runs every forward in a region of autocast"),
