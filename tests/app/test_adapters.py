@@ -138,7 +138,6 @@ def trained(pools: Pools, base: Path, chats: Path, tmp_path_factory: pytest.Temp
     return folder / "run"
 
 
-@pytest.mark.core
 def test_adapters_have_the_same_bits_at_both_ends_of_the_stages(
     pools: Pools, trained: Path, base: Path, chats: Path, tmp_path: Path
 ):

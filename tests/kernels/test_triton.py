@@ -67,12 +67,10 @@ def running(
         process.wait()
 
 
-@pytest.mark.core
 def test_interpreted_sums(running: dict[str, tuple[subprocess.Popen[bytes], Path]]) -> None:
     passes("sums.py", running)
 
 
-@pytest.mark.core
 def test_interpreted_updates(running: dict[str, tuple[subprocess.Popen[bytes], Path]]) -> None:
     passes("updates.py", running)
 

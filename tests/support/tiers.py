@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 
 RECORD = Path(__file__).parents[1] / "data" / "durations.json"
-BUDGET_S, LONGEST_S = 0.6, 2.0
+BUDGET_S, LONGEST_S = 0.2, 0.7
 THOROUGH_S = 0.6
 
 Record = Mapping[str, tuple[int, float]]
