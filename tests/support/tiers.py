@@ -6,6 +6,7 @@ test function, how many cases it had and the seconds of all of them (``--record-
 
 - Of each function as many cases are in a tier as fit into its budget, spread evenly over the list of its cases.
 - Where not even one fits, one is thorough, and quick if it takes no more than ``LONGEST_S``.
+- Of a file without any quick test the cheapest is quick if it takes no more than ``OF_A_FILE_S``.
 - ``@pytest.mark.core``: then the first case is quick whatever it costs. For promises of which every test is long.
 - ``@pytest.mark.whole``: all its cases are thorough. For cases that are promises of their own.
 - ``@pytest.mark.full``: never quick. For costs that the record does not show. Nor is what needs a GPU.
@@ -25,6 +26,7 @@ import pytest
 RECORD = Path(__file__).parents[1] / "data" / "durations.json"
 BUDGET_S, LONGEST_S = 0.2, 0.7
 THOROUGH_S = 0.6
+OF_A_FILE_S = 4.0
 
 Record = Mapping[str, tuple[int, float]]
 """Test function ("file::function") → its cases, their seconds."""
@@ -75,12 +77,20 @@ def chosen(count: int, each_s: float, budget_s: float = BUDGET_S, longest_s: flo
 
 def quick(items: Sequence[pytest.Item], record: Record) -> Iterator[pytest.Item]:
     """Those of ``items`` that are quick."""
+    left: dict[str, list[pytest.Item]] = defaultdict(list)
+    files: set[str] = set()
     for function, cases in _by_function(items).items():
         numbers = chosen(len(cases), cost(function, record))
         if not numbers and cases[0].get_closest_marker("core") is not None:
             numbers = {0}
         if not any(cases[0].get_closest_marker(name) for name in ("full", "gpu")):
+            files |= {_file_of(cases[0])} if numbers else set()
+            left[_file_of(cases[0])].append(cases[0])
             yield from (cases[number] for number in sorted(numbers))
+    for file in left.keys() - files:
+        cheapest = min(left[file], key=lambda item: cost(item.nodeid, record))
+        if cost(cheapest.nodeid, record) <= OF_A_FILE_S:
+            yield cheapest
 
 
 def thorough(items: Sequence[pytest.Item], record: Record) -> Iterator[pytest.Item]:
