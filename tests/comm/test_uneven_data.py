@@ -299,7 +299,8 @@ def test_an_evaluation_on_rank_0_alone(pools: Pools, stage: str, model: str, thr
         assert results == ["nothing", "nothing"], "nothing is gathered there: no rank needs another"
         return
     for said in results:
-        assert "rank 0 is in a forward without grad where rank 1 trains" in said and SAME not in said, said
+        assert "rank 0 stands in" in said and "for gathering without grad of unit" in said and SAME not in said, said
+        assert "rank 1 stands in forward of step 2" in said and "evaluate the same number of batches" in said, said
         assert "or inside of `with engine.full_params():` that" in said, said
 
 

