@@ -64,6 +64,11 @@ def parse(text: str) -> Lora:
     return Lora(**values)
 
 
+def packs_base(text: str | None) -> bool:
+    """Whether ``--lora text`` trains on a base of 4 bits; None is a run without adapters."""
+    return text is not None and parse(text).bits is not None
+
+
 def _rank(value: str) -> int:
     if not value.isascii() or not value.isdigit() or int(value) < 1:
         raise ValueError("an integer >= 1")

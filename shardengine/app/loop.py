@@ -175,7 +175,7 @@ def load_model(
     name = settings.model or str(corpus.default_model(settings.model_cache))
     tokenizer = AutoTokenizer.from_pretrained(name)
     config = AutoConfig.from_pretrained(name)
-    packed = settings.lora is not None and adapters.parse(settings.lora).bits is not None
+    packed = adapters.packs_base(settings.lora)
     if packed:
         four_bits.refuse_quantised(config, name)
     make = partial(
@@ -210,7 +210,7 @@ def _make(
     *,
     random: bool = False,
 ) -> Any:
-    """The model of ``load_model``, with its own or random weights. packed: to 4 bits, for a run in and on these."""
+    """The model of ``load_model``, with its own or random weights. packed: a run's dtype and device, for 4 bits."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)

@@ -96,8 +96,7 @@ def _hardware(options: argparse.Namespace) -> Hardware:
 
 def _in_slices(options: argparse.Namespace) -> bool:
     """Whether each rank reads its part of the weights alone. A base is packed whole."""
-    packed = options.lora is not None and adapters.parse(options.lora).bits is not None
-    return not (options.script or packed)
+    return not (options.script or adapters.packs_base(options.lora))
 
 
 def _source(options: argparse.Namespace) -> sources.Source:
@@ -163,8 +162,7 @@ def model_of(place: str, lora: str | None, base: Mapping[str, Any], *, script: b
     config.use_cache = False
     dtype = getattr(config, "dtype", None)
     saved = dtype if script and isinstance(dtype, torch.dtype) else torch.float32
-    given = None if lora is None else adapters.parse(lora)
-    packed = given is not None and given.bits is not None
+    packed = adapters.packs_base(lora)
     if packed:
         four_bits.refuse_quantised(config, place)
         read = {**base, **dict.fromkeys(TRIPLE), MICRO: 1}
@@ -177,7 +175,7 @@ def model_of(place: str, lora: str | None, base: Mapping[str, Any], *, script: b
         model.train()
         if packed:
             four_bits.pack_without_values(model, saved)
-        return model if given is None else adapters.attach(model, given)
+        return model if lora is None else adapters.attach(model, adapters.parse(lora))
 
 
 @contextmanager

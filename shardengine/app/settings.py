@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from shardengine.app import adapters, hub_data, jsonl, sources
-from shardengine.app.adapters import Lora
 from shardengine.config import (
     MICRO,
     TRIPLE,
@@ -193,13 +192,12 @@ def require(*packages: str, extra: str, what: str = "this") -> None:
         )
 
 
-def require_lora(text: str, option: str = "--lora") -> Lora:
-    """What ``text`` says of adapters; UsageError where it cannot be read, or a package is missing that it needs."""
-    lora = adapters.parse(text)
+def require_lora(text: str, option: str = "--lora") -> None:
+    """UsageError where ``--lora text`` cannot be read, or a package is missing that it needs."""
+    packed = adapters.packs_base(text)
     require("peft", extra="lora", what=option)
-    if lora.bits is not None:
+    if packed:
         require("bitsandbytes", extra="qlora", what="--lora bits=4" if option == "--lora" else option)
-    return lora
 
 
 def check_data(data: str, option: str = "--data") -> None:
