@@ -111,7 +111,8 @@ class Trained:
 
     def memory(self) -> dict[str, Any]:
         """Peaks in bytes, [Note: Memory of a process]. Those of the device belong to the steps, but for ``build``'s."""
-        resident, cuda = rss_bytes(peak=True), self.device.type == "cuda"
+        resident = max(rss_bytes(peak=True), self.before)  # the kernel counts per processor: some pages late
+        cuda = self.device.type == "cuda"
         pinned = peak_pinned() if cuda else None
         return {
             "rss_before": self.before,
