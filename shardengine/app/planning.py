@@ -127,7 +127,8 @@ def _choose(options: argparse.Namespace, hardware: Hardware, model: Callable[[],
     if options.plot is not None and found.plan is not None:
         draw(found.plan, Path(options.plot), options.model)
     if target is not None and found.config is not None:
-        target.write_text(json.dumps(found.config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        plain = {key: value for key, value in found.config.items() if not key.startswith("_")}  # comments of the base
+        target.write_text(json.dumps(plain, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     print(json.dumps(found.as_dict(), indent=2) if options.json else text_of_choice(found))
     return 0 if found.rows else 1
 

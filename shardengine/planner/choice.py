@@ -6,10 +6,12 @@ who leaves what to be decided (automatic).
 [Note: Search] Every candidate is a stage, a place for what does not have to be on the device, and whether activations
 are computed again. Two quick plans, of one and of two samples, say how its need grows with a micro-batch, and so which
 is the largest; that one is planned quickly itself, because a larger one may have its peak elsewhere. Only what is
-chosen is planned with all that ``plan`` checks: where that says it does not fit, the next one is chosen. Host memory,
+chosen is planned with all that ``plan`` checks: where that says it does not fit, the next one is chosen. Before all of
+that, and in a sixth of the time, the weights and states alone are counted: most of what does not fit is told by them.
+Host memory,
 and then the disk, are tried only where no micro-batch of ``_ENOUGH`` samples fits without them, to plan less. Where
 states fit on the host, a part of them there may do: what the device needs falls about evenly with what leaves it, so
-two plans say which part, or one that is a little larger.
+two plans say which part, or one that is a little larger. That is tried where it may be faster than the best one.
 
 [Note: What is undecided] ``choose`` looks for all of this. Where a config says most of it, what it says stays, and only
 what is ``Undecided`` is looked for; what else would help is tried where nothing fits, to be told.
@@ -32,10 +34,11 @@ from torch import Tensor, nn
 from shardengine.config import MICRO, STAGES, TRIPLE, load_config, provisional, read_tree, whole_number
 from shardengine.errors import ConfigError, UsageError
 from shardengine.planner import batches
+from shardengine.planner.dry_engine import STATES
 from shardengine.planner.hardware import Hardware, show_bytes, table
 from shardengine.planner.memory_plan import Plan, Task, Tier, hardware_of, made, options_of
 from shardengine.planner.no_values import without_values
-from shardengine.planner.rates import Rates
+from shardengine.planner.rates import HOST_STEP, TO_DEVICE, TO_HOST, Rates
 
 SHOWN = 10
 _CHECKED = 3
@@ -271,7 +274,7 @@ class _Search:
         self._problems: dict[Candidate, str] = {}
         self.refused: dict[str, str] = {}
         self.tried = 0
-        self._early: dict[Candidate, Plan] = {}
+        self._kept_of: dict[Candidate, Plan | None] = {}
         self._ahead = 0
         self._best: tuple[float, Candidate] | None = None
 
@@ -291,9 +294,10 @@ class _Search:
                 break
             if place != _GPU and any(row.samples >= min(_ENOUGH, self._sizes[-1]) for row in found):
                 break
-            for kind in self._counted(self._all_kinds(place), place):
-                found += self._largest(kind)
-        return sorted(found, key=lambda row: -row.samples_per_s)
+            there = [row for kind in self._counted(self._all_kinds(place), place) for row in self._largest(kind)]
+            there += [part for row in _fastest_first(there) for part in self._least_part(row)]
+            found += there
+        return _fastest_first(found)
 
     def _counted(self, kinds: Sequence[Candidate], place: str | None = None) -> Iterator[Candidate]:
         """``kinds``, of which as many are still ahead as ``_say`` is to say, and those of the place behind ``place``
@@ -314,11 +318,10 @@ class _Search:
             if place == _STATES_ON_DISK and disk_of(self._base) is None:
                 break
             least = [kind for kind in self._kinds(place, True) if not kind.kept][-1]
-            found = self._new_quick(least)
+            found = self._quick(least)
             if found is None:
-                del self._problems[least]  # which is told where its turn comes
+                del self._problems[least], self._known[least]  # which is told where its turn comes
                 break
-            self._early[least] = found
             if found.fits:
                 break
 
@@ -363,16 +366,19 @@ class _Search:
 
     def _largest(self, kind: Candidate) -> list[Row]:
         """With the smallest two micro-batches, and with the largest that fits; with that of the config alone, where
-        it says one. Of states on the host also with a part of them."""
+        it says one."""
         found = self._of_sizes(kind)
         if not found:
             plan = self._known[kind]
             self.refused[str(kind)] = self._problems[kind] if plan is None else _short(plan)
-        return found + [part for row in found if row.candidate.place == _STATES for part in self._least_part(row)]
+        return found
 
     def _least_part(self, row: Row) -> list[Row]:
-        """``row`` with about as little of the states on the host as has to be."""
-        without = self._quick(replace(row.candidate, place=_GPU))
+        """``row`` with about as little of the states on the host as has to be, if all are there."""
+        on_device = replace(row.candidate, place=_GPU)
+        if row.candidate.place != _STATES or not self._may_win(row, self._kept(on_device)):
+            return []
+        without = self._whole(on_device)
         if without is None or without.device.fits or without.device.has is None:
             return []
         all_, less = without.device.need, without.device.need - row.plan.device.need
@@ -383,6 +389,19 @@ class _Search:
             if found is not None and found.fits:  # few buckets may be the same part
                 return [self._row(chosen, found)] if found.device.need > row.plan.device.need else []
         return []
+
+    def _may_win(self, row: Row, on_device: Plan | None) -> bool:
+        """Whether ``row`` could be the fastest with a part of its states on the device. on_device: what is kept if all
+        of them are there."""
+        here, time_, best = row.plan.device, row.plan.time, self._best
+        if on_device is None or here.has is None or time_ is None or best is None:
+            return False
+        moves = on_device.device.at_rest.get(STATES, 0) - here.at_rest.get(STATES, 0)
+        part = max(0.0, (here.need + moves - here.has) / moves) if moves > 0 else 1.0  # on the host, at least
+        saved = sum(
+            min(each.exposed, (1 - part) * each.busy) for each in map(time_.part, (HOST_STEP, TO_HOST, TO_DEVICE))
+        )
+        return row.samples_per_s * time_.seconds > best[0] * (time_.seconds - saved)
 
     def _of_sizes(self, kind: Candidate) -> list[Row]:
         sizes = self._sizes if self._undecided.micro_batches else []
@@ -417,14 +436,37 @@ class _Search:
         return Row(candidate, plan, plan.config.train_batch_size / plan.time.seconds)
 
     def _quick(self, candidate: Candidate) -> Plan | None:
-        """None: the engine, or the model, does not take it."""
+        """None: the engine, or the model, does not take it. Without a time where what is kept does not fit."""
         if candidate not in self._known:
-            early = self._early.pop(candidate, None)
-            self._known[candidate] = self._new_quick(candidate) if early is None else early
+            self._say(_words(candidate))
+            kept = self._kept(candidate)
+            if kept is None or kept.fits:
+                self._known[candidate] = self._new_quick(candidate)
+            else:
+                self.tried += 1
+                self._known[candidate] = kept
         return self._known[candidate]
 
+    def _whole(self, candidate: Candidate) -> Plan | None:
+        """As ``_quick``, of a whole step whether it fits or not."""
+        known = self._known.get(candidate)
+        if candidate not in self._known or (known is not None and known.time is None):
+            self._say(_words(candidate))
+            self._known[candidate] = self._new_quick(candidate)
+        return self._known[candidate]
+
+    def _kept(self, candidate: Candidate) -> Plan | None:
+        """Of what is kept alone; None: the plan says what is wrong. It depends on no activation."""
+        samples = self._sizes[0] if self._undecided.micro_batches else candidate.samples
+        of_all = replace(candidate, samples=samples, again=None)
+        if of_all not in self._kept_of:
+            try:
+                self._kept_of[of_all] = self._task(_Change("", of_all)).plan_of_kept()
+            except (ConfigError, UsageError, ValueError):
+                self._kept_of[of_all] = None
+        return self._kept_of[of_all]
+
     def _new_quick(self, candidate: Candidate) -> Plan | None:
-        self._say(_words(candidate))
         found = self._plan(_Change("", candidate), quick=True)
         if found is not None and found.fits:
             speed = self._row(candidate, found).samples_per_s
@@ -441,19 +483,21 @@ class _Search:
 
     def _plan(self, change: _Change, *, quick: bool) -> Plan | None:
         self.tried += 1
-        where = change.where or self._where
         try:
-            tree = change.candidate.config(change.base or self._base, where.ranks)
-            config = load_config(tree, self._asked.auto).resolve_batch(where.ranks)
-            samples = config.train_micro_batch_size_per_gpu or 1
-            batch = batches.resized(change.batch or self._batch, self._samples, samples)
-            asked = self._asked
-            task = Task(asked.model, batch, config, where, asked.loss, asked.options, asked.trains, asked.in_slices)
+            task = self._task(change)
             return task.plan(task.run_quickly() if quick else task.run_all(exact=False), self._rates)
         except (ConfigError, UsageError, ValueError) as error:
             said = "; ".join(error.problems) if isinstance(error, ConfigError) else str(error)
             self._problems.setdefault(change.candidate, said)
             return None
+
+    def _task(self, change: _Change) -> Task:
+        where, asked = change.where or self._where, self._asked
+        tree = change.candidate.config(change.base or self._base, where.ranks)
+        config = load_config(tree, asked.auto).resolve_batch(where.ranks)
+        samples = config.train_micro_batch_size_per_gpu or 1
+        batch = batches.resized(change.batch or self._batch, self._samples, samples)
+        return Task(asked.model, batch, config, where, asked.loss, asked.options, asked.trains, asked.in_slices)
 
     def checked(self, rows: Sequence[Row]) -> tuple[Sequence[Row], Plan | None]:
         """The best of them, and the first one's plan with all that ``plan`` checks. ``UsageError`` where no candidate
@@ -472,10 +516,10 @@ class _Search:
 
     def needed(self) -> list[str]:
         """The smallest change of each kind with which the candidate fits that lacks least."""
-        known = [(candidate, plan) for candidate, plan in self._known.items() if plan is not None and not plan.fits]
-        if not known:  # only wholes do not fit, and none of them could be planned
+        lacking = self._closest()
+        if lacking is None:  # only wholes do not fit, and none of them could be planned
             return [f"nothing that would fit can be checked: {next(iter(self.refused.values()))}"]
-        closest, plan = min(known, key=lambda each: max(_lacks(tier) for tier in each[1].tiers))
+        closest, plan = lacking
         told = [f"nothing fits; the closest is {_words(closest)}: {'; '.join(plan.sentences())}"]
         for kind in (self._other_places, self._more_ranks, self._shorter, self._smaller_states):
             for change in kind(closest):
@@ -485,6 +529,19 @@ class _Search:
                     told.append(f"it would fit with {change.words}: {'; '.join(found.sentences())}")
                     break
         return told
+
+    def _closest(self) -> tuple[Candidate, Plan] | None:
+        """Of what does not fit the candidate that lacks least, and its plan of a whole step. Of two that lack the same
+        the one that computes less."""
+        known = {candidate: plan for candidate, plan in self._known.items() if plan is not None and not plan.fits}
+        while known:
+            closest = min(known, key=lambda each: (max(map(_lacks, known[each].tiers)), bool(each.again)))
+            if (plan := known.pop(closest)).time is not None:
+                return closest, plan
+            whole = self._whole(closest)  # which lacks at least as much as what is kept alone
+            if whole is not None:
+                known[closest] = whole
+        return None
 
     def _other_places(self, closest: Candidate) -> Iterator[_Change]:
         """What ``choose`` tries by itself."""
@@ -532,13 +589,17 @@ def _limit(one: Tier, two: Tier, first: int, second: int) -> float:
     return first + (one.has - one.need) * (second - first) / (two.need - one.need)
 
 
+def _fastest_first(rows: Sequence[Row]) -> list[Row]:
+    return sorted(rows, key=lambda row: -row.samples_per_s)
+
+
 def _settled(rows: Sequence[Row]) -> list[Row]:
     """Best first. As good as the fastest are all that are nearly as fast, so that a machine says the same each time: of
     these the lowest stage and the smallest micro-batch are first."""
     fast = max((row.samples_per_s for row in rows), default=0.0) * (1 - _ALIKE)
     simplest = lambda row: (row.plan.config.zero_optimization.stage, row.samples)  # noqa: E731
     best = sorted((row for row in rows if row.samples_per_s >= fast), key=simplest)
-    return best + sorted((row for row in rows if row.samples_per_s < fast), key=lambda row: -row.samples_per_s)
+    return best + _fastest_first([row for row in rows if row.samples_per_s < fast])
 
 
 def _lacks(tier: Tier) -> float:
@@ -551,8 +612,9 @@ def _part(tier: Tier) -> float:
 
 
 def _short(plan: Plan) -> str:
-    """Of a plan that does not fit, what is too small."""
-    return "; ".join(said for said, tier in zip(plan.sentences(), plan.tiers, strict=True) if not tier.fits)
+    """Of a plan that does not fit, what is too small; without a time it is one of what is kept."""
+    alone = " (weights and states alone)" if plan.time is None else ""
+    return "; ".join(said + alone for said, tier in zip(plan.sentences(), plan.tiers, strict=True) if not tier.fits)
 
 
 def global_batch(config: Mapping[str, Any], ranks: int) -> int | None:

@@ -223,7 +223,7 @@ def dry_run(
     options: Mapping[str, Any] | None = None,
     steps: int = STEPS,
 ) -> DryRun:
-    """Run ``steps`` steps with the same buckets; with ``FORWARD_ALONE`` a forward and no step.
+    """Run ``steps`` steps with the same buckets, or none; with ``FORWARD_ALONE`` a forward and no step.
 
     make: makes the model, inside of ``without_values`` · batch: a micro-batch · loss: of what the model returns ·
     options: further arguments of ``initialize``.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shardengine import Choice, Hardware, Plan, choose, load_config, plan
 from shardengine.errors import ConfigError, UsageError
 from shardengine.planner import Rates, columns_of, memory_plan, show_bytes, table_of
-from shardengine.planner.choice import Candidate, Row, _settled, global_batch
+from shardengine.planner.choice import Candidate, Row, _Search, _settled, global_batch
 from shardengine.planner.hardware import RESERVED
 
 WIDTH = 64
@@ -125,6 +125,31 @@ def test_no_more_of_the_states_is_on_the_host_than_has_to_be() -> None:
         assert ratio == row.candidate.part and planned(row.candidate.config(base, 1), where).fits
         less = replace(row.candidate, part=row.candidate.part - 0.1)
         assert not planned(less.config(base, 1), where).fits
+
+
+def test_no_part_that_is_left_out_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if each part of the states were tried, with an order of sizes in which a part is best and one in which not."""
+    base = {**BASE, "train_batch_size": 16, "zero_optimization": {"reduce_bucket_size": 5_000}}
+    found = {size: chosen(gpus(size, 1), config=base) for size in (1_200_000, 2_400_000)}
+    assert {first.rows[0].candidate.part < 1 for first in found.values()} == {True, False}
+    monkeypatch.setattr(_Search, "_may_win", lambda search, row, on_device: True)
+    for size, pruned in found.items():
+        every = chosen(gpus(size, 1), config=base)
+        assert every.tried >= pruned.tried and every.rows[0].candidate == pruned.rows[0].candidate
+
+
+@pytest.mark.parametrize("place", ["device", "states on the host", "all on the host", "all on the disk"])
+def test_what_is_kept_alone_is_what_a_plan_finds_at_rest_and_no_more_than_a_step_needs(place: str) -> None:
+    base = {**BASE, "zero_optimization": {"offload_optimizer": {"device": "none", "nvme_path": "here"}}}
+    config, where = Candidate(3, place).config(base, 2), gpus(10**9, host_bytes=10**10, disk_bytes=10**10)
+    batch = {"x": torch.zeros(1, 32, WIDTH)}
+    task = memory_plan.Task(Net(), batch, load_config(config).resolve_batch(2), where, lambda loss: loss, {})
+    kept, whole = task.plan_of_kept(), planned(config, where)
+    assert [tier.name for tier in kept.tiers] == [tier.name for tier in whole.tiers]
+    for alone, step in zip(kept.tiers, whole.tiers, strict=True):
+        assert alone.need == sum(step.at_rest.get(kind, 0) for kind in ("weights", "states")) <= step.need
+    shard = sum(parameter.numel() for parameter in Net().parameters()) / 2
+    assert sum(tier.need for tier in kept.tiers) == pytest.approx((2 + 12) * shard, rel=0.01)
 
 
 def test_the_disk_is_for_what_no_memory_holds() -> None:
