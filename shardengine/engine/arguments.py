@@ -84,6 +84,8 @@ def _check(
             cure = ": load it first, for example with transformers' AutoModelForCausalLM.from_pretrained(...)"
         elif isinstance(model, type):
             cure = ": make one of it"
+        elif hasattr(model, "module") and hasattr(model, "backward"):
+            cure = ": it is an engine already; call it in the place of the model, which is its .module"
         raise _refused("model", "a torch.nn.Module", model, cure)
     if not isinstance(config, (Config, Mapping, str, Path)):
         cure = ": it is passed as optimizer=" if isinstance(config, torch.optim.Optimizer) else ""
