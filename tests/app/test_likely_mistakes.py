@@ -149,7 +149,7 @@ def config_in(folder: Path, **more: Any) -> str:
 
 COMMANDS: dict[str, tuple[list[str], str]] = {
     "a model that is not there": (["--model", "./nowhere"], "config.json"),
-    "more positions than the model has": (["--length", "4096"], "positions"),
+    "a text that is not there": (["--data", "nowhere.txt"], "nothing there"),
     "a mistyped recipe": (["--config", "lora-4x42"], "lora-4x24"),
 }
 

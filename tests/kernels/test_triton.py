@@ -71,10 +71,12 @@ def test_interpreted_sums(running: dict[str, tuple[subprocess.Popen[bytes], Path
     passes("sums.py", running)
 
 
+@pytest.mark.full  # whoever waits first pays for all files of a process
 def test_interpreted_updates(running: dict[str, tuple[subprocess.Popen[bytes], Path]]) -> None:
     passes("updates.py", running)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("file", [file for file in FILES if file not in ("sums.py", "updates.py")])
 def test_interpreted(file: str, running: dict[str, tuple[subprocess.Popen[bytes], Path]]) -> None:
     passes(file, running)
