@@ -108,7 +108,7 @@ class Report:
             rows["resumed"] = f"from step {self._first}"
         for name, value in rows.items():
             print(f"{name + ':':<13}{value}")
-        self._notes(blocks, notices)
+        self._notes(blocks, [*notices, *slow_on_a_cpu(engine)])
         print(flush=True)
         if sys.stdout.isatty() and find_spec("tqdm"):
             from tqdm import tqdm
@@ -227,7 +227,8 @@ class Report:
             "also in": f"{output}: " + ", ".join(sorted(path.name for path in output.iterdir() if path.is_file())),
         }
         if self._settings.save_every:
-            rows["checkpoints"] = f"{output / 'checkpoints'} (continue with --resume {output} --steps N)"
+            further = "" if progress.stopped else " --steps N"
+            rows["checkpoints"] = f"{output / 'checkpoints'} (continue with --resume {output}{further})"
         print()
         for name, value in rows.items():
             print(f"{name + ':':<13}{value}")
@@ -314,6 +315,19 @@ def _units(memory: Mapping[str, float]) -> str:
         f"{memory['units']:.0f} of {sizes} and a root of {show_bytes(memory['root_bytes'])}; "
         f"live window at most {show_bytes(memory['live_window_bytes'])}"
     )
+
+
+def slow_on_a_cpu(engine: Engine) -> list[str]:
+    """That the CPU computes products of 16 bits in software: some 30 times as long as fp32, and up to 100 times."""
+    low = {each.dtype for each in engine.module.parameters()} & {torch.bfloat16, torch.float16}
+    is_fast = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if engine.device.type != "cpu" or not low or is_fast:
+        return []
+    name = "fp16" if low == {torch.float16} else "bf16"
+    return [
+        f"this CPU has no instructions for {name}: its matrix products take 10 to 100 times as long as in fp32; "
+        f"--set {name}.enabled=false trains in fp32"
+    ]
 
 
 def _dtypes(engine: Engine) -> str:

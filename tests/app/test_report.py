@@ -36,3 +36,17 @@ def test_the_time_that_is_left_follows_from_steps_and_not_from_the_start(
     left = [line.split("eta ")[1] for line in capsys.readouterr().out.splitlines() if re.match("step +[0-9]+/", line)]
     assert left[0] == report.duration(100.0)
     assert left[1:] == [report.duration(3.0 * (11 - step)) for step in range(2, 11)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("supported", [True, False])
+def test_that_a_cpu_has_no_instructions_for_16_bits_is_noted(
+    dtype: torch.dtype, supported: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: supported, raising=False)
+    name = str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
+    for device in ("cpu", "cuda"):
+        engine: Any = SimpleNamespace(module=torch.nn.Linear(2, 2).to(dtype), device=torch.device(device))
+        said = report.slow_on_a_cpu(engine)
+        assert len(said) == int(device == "cpu" and not supported and dtype != torch.float32)
+        assert all(f"no instructions for {name}" in each and f"--set {name}.enabled=false" in each for each in said)

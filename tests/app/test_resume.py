@@ -154,7 +154,7 @@ def test_a_resumed_run_equals_the_unbroken_one(
     assert ("optimizer:   Lion (" in out) == ("bf16" in more)
 
     out = run(pool, *common, "--output", broken, "--save-every", 2, stop_after=3)
-    assert "stopped at:  step 3 of 7" in out
+    assert "stopped at:  step 3 of 7" in out and f"(continue with --resume {broken})" in out
     assert tags(broken) == [tag(2), tag(3)]
     assert len(curve(broken)) == 3
     with (broken / "metrics.jsonl").open("a", encoding="utf-8") as file:
@@ -162,7 +162,7 @@ def test_a_resumed_run_equals_the_unbroken_one(
     out = run(pool, "--resume", broken)
     assert "resumed:     from step 3" in out
     assert out.count("validation loss") == 4  # not the initial one
-    assert "finished at: step 7 of 7" in out
+    assert "finished at: step 7 of 7" in out and f"(continue with --resume {broken} --steps N)" in out
 
     assert curve(broken) == curve(whole)
     assert weights(broken) == weights(whole)
