@@ -314,7 +314,7 @@ def time_of(found: Plan) -> list[str]:
         named = ", ".join(f"{count} × {name}" for name, count in sorted(times.unknown.items()))
         told.append(f"not counted, nobody knows their FLOPs: {named}")
     if times.assumed:
-        told.append(f"declared, since nothing was said of it: {', '.join(times.assumed)}")
+        told.append(f"assumed (an A100's data sheet): {', '.join(times.assumed)}")
     return ["", table([head, *rows]), "", *told]
 
 

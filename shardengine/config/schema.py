@@ -98,7 +98,7 @@ class EmaConfig:
     decay: float | None = key(
         None,
         optional(FRACTION, "no average"),
-        "After each step the average becomes decay of itself and the rest of the weights; `engine.ema()` shows it.",
+        "average = decay · average + (1 - decay) · weights, after each step; `engine.ema()` shows it.",
     )
 
 
@@ -322,7 +322,7 @@ class TypesConfig:
     optimizer_state_dtype: Literal["fp32", "bf16", "8bit"] = key(
         "fp32",
         optional(STATE_DTYPE, "fp32"),
-        "In what AdamW, Adam, SGD and Lion keep their states: 8bit is in blocks of 256 elements with a scale each; "
+        "dtype of the optimizer state of AdamW, Adam, SGD and Lion. 8bit: blocks of 256 elements with a scale each. "
         "bf16 and 8bit are rounded stochastically.",
     )
 
