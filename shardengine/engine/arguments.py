@@ -77,16 +77,7 @@ def _check(
             "shardengine.initialize: expected a call outside of torch.inference_mode(): nothing trains in it"
         )
     if not isinstance(model, nn.Module):
-        cure = ""
-        if isinstance(config, nn.Module):
-            cure = ": the model comes first"
-        elif isinstance(model, (str, Path)):
-            cure = ": load it first, for example with transformers' AutoModelForCausalLM.from_pretrained(...)"
-        elif isinstance(model, type):
-            cure = ": make one of it"
-        elif hasattr(model, "module") and hasattr(model, "backward"):
-            cure = ": it is an engine already; call it in the place of the model, which is its .module"
-        raise _refused("model", "a torch.nn.Module", model, cure)
+        raise _no_module(model, config)
     if not isinstance(config, (Config, Mapping, str, Path)):
         cure = ": it is passed as optimizer=" if isinstance(config, torch.optim.Optimizer) else ""
         raise _refused("config", "a dict, the path of a JSON file or a Config", config, cure)
@@ -121,6 +112,19 @@ def _check(
         raise _refused("batch", "a mapping of what the model's forward takes, by name, or None", batch, cure)
     if not (loss is None or callable(loss)):
         raise _refused("loss", "a function of what the model's forward returns, or None", loss, "")
+
+
+def _no_module(model: Any, config: Any) -> UsageError:
+    cure = ""
+    if isinstance(config, nn.Module):
+        cure = ": the model comes first"
+    elif isinstance(model, (str, Path)):
+        cure = ": load it first, for example with transformers' AutoModelForCausalLM.from_pretrained(...)"
+    elif isinstance(model, type):
+        cure = ": make one of it"
+    elif hasattr(model, "module") and hasattr(model, "backward"):
+        cure = ": it is an engine already; call it in the place of the model, which is its .module"
+    return _refused("model", "a torch.nn.Module", model, cure)
 
 
 def said_by(optimizer: OptimizerLike) -> dict[str, Any]:
