@@ -517,8 +517,9 @@ class _Search:
     def needed(self) -> list[str]:
         """The smallest change of each kind with which the candidate fits that lacks least."""
         lacking = self._closest()
-        if lacking is None:  # only wholes do not fit, and none of them could be planned
-            return [f"nothing that would fit can be checked: {next(iter(self.refused.values()))}"]
+        if lacking is None:  # only whole plans do not fit, or no step can be planned
+            why = next(iter([*self._problems.values(), *self.refused.values()]))
+            return [f"nothing that would fit can be checked: {why}"]
         closest, plan = lacking
         told = [f"nothing fits; the closest is {_words(closest)}: {'; '.join(plan.sentences())}"]
         for kind in (self._other_places, self._more_ranks, self._shorter, self._smaller_states):

@@ -321,12 +321,20 @@ def test_what_is_needed_where_nothing_fits_is_true() -> None:
     assert planned({**candidate.config(BASE, 1), "data_types": {"optimizer_state_dtype": "8bit"}}, of(1)).fits
 
 
-def test_a_model_that_asks_for_values_cannot_be_planned() -> None:
-    class Asks(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.blocks[0](x)
-            return y[y > 0].sum()
+class Asks(Net):
+    """For which elements are positive."""
 
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.blocks[0](x)
+        return y[y > 0].sum()
+
+
+def test_a_model_that_cannot_be_planned_and_is_too_large_says_the_former() -> None:
+    found = choose(Asks(), BASE, gpus(100_000, 1, host_bytes=100_000), batch=BATCH)
+    assert not found.rows and "only data says" in found.needed[0]
+
+
+def test_a_model_that_asks_for_values_cannot_be_planned() -> None:
     with pytest.raises(UsageError, match=r"^choose: no config can be planned: plan: the model asks for what only data"):
         choose(Asks(), BASE, "2x24GB", batch=BATCH)
     with pytest.raises(UsageError, match=r"^choose: expected hardware to be a text"):
