@@ -81,7 +81,7 @@ class OptimizerConfig:
         metadata={
             "kind": TEXT,
             "note": 'AdamW, Adam (AdamW unless params say "adam_w_mode": false), SGD, Lion; AdamW8bit and Lion8bit, '
-            "with states of 8 bits; Muon, with AdamW for what is no hidden matrix; Adafactor; or Adadelta, Adagrad, "
+            "with states of 8 bits; Muon, with AdamW for all but hidden matrices; Adafactor; or Adadelta, Adagrad, "
             "Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop.",
         }
     )
@@ -118,7 +118,7 @@ class SchedulerConfig:
 _DEVICE = choice("none", "cpu", "nvme")
 _PATH = optional(TEXT, "needed for nvme")
 _PATH_NOTE = "A directory on the disk; each rank makes and removes a file of its own in it."
-_BUFFERS_NOTE = "Host buffers for what is on its way from and to the disk, each of one bucket."
+_BUFFERS_NOTE = "Host buffers for transfers from and to the disk, each of one bucket."
 
 
 @dataclass(frozen=True)
@@ -134,13 +134,13 @@ class OffloadOptimizerConfig:
     )
     device_memory: int | None = key(
         None,
-        optional(COUNT, "60% of what is free there at initialize, GPUs only"),
+        optional(COUNT, "60% of its free memory at initialize, GPUs only"),
         'With "ratio": "auto": bytes of the device that model state and the engine\'s buffers may take, per rank.',
     )
     pin_memory: bool = switch(True, "What crosses to and from a GPU is in page-locked memory, which it copies faster.")
     buffer_count: int = key(4, integer(2), _BUFFERS_NOTE)
     step_in_backward: bool = switch(
-        False, "Stages 1 to 3: what is kept there is stepped while backward still runs; then only step() may follow."
+        False, "Stages 1 to 3: step offloaded buckets while backward still runs; then only step() may follow."
     )
 
 
@@ -195,14 +195,14 @@ class CommHookConfig:
     name: Literal["none", "noop", "fp16", "bf16", "int8", "int4", "power_sgd", "post_local_sgd", "gossip"] = key(
         "none",
         _HOOKS,
-        "fp16, bf16: in that dtype, the largest number where it would overflow; int8, int4: integers in blocks of 256 "
+        "fp16, bf16: in that dtype, overflow becomes the largest number; int8, int4: integers in blocks of 256 "
         "elements; power_sgd: matrices as products of two thin ones; post_local_sgd, gossip: nothing between shard "
         "groups, or what one other needs, and averages of the groups now and then; noop: nothing, to measure.",
     )
     params: Mapping[str, Any] = key(
         FrozenMapping(),
         OBJECT,
-        '"error_feedback": what a message could not say is added to the next one; not by default for fp16 and bf16. '
+        '"error_feedback": rounding errors are added to the next message; not by default for fp16 and bf16. '
         'Of power_sgd also "rank" (1), "start_step" (1000: updates before the first that is sent so), "warm_start" '
         '(true), "min_compression_rate" (2), "square" (false: of each parameter\'s elements in a square). '
         'Of post_local_sgd and gossip "start_step" (0: steps that are as without) and "period" (4: steps from one '
@@ -230,18 +230,18 @@ class ZeroConfig:
     reduce_bucket_size: int | Literal["auto"] = key(
         12_500_000,
         COUNT_OR_AUTO,
-        'Elements of a gradient bucket, at most; "auto": as the group of ranks, measured at the start, asks for. Where '
-        "a parameter is more than 8 times as large: as large as it is, up to 262,144.",
+        'Elements of a gradient bucket, at most; "auto": by the measured speed of the group of ranks. Raised to the size '
+        "of a parameter that is more than 8 times as large, up to 262,144.",
     )
     recut_buckets: bool = switch(
         True,
-        "After the first step cut buckets anew, in the order in which gradients came, where more is then sent during "
-        "backward; memory of parameters moves. false: for code that keeps views or addresses of it from before.",
+        "After the first step rebuild the buckets in the order of the gradients, if more is then sent during backward; "
+        "parameters move in memory. false: for code that keeps views or addresses of them.",
     )
     stage3_prefetch_bucket_size: int | Literal["auto"] = key(
         12_500_000,
         SIZE_OR_AUTO,
-        'Elements gathered ahead; 0 = no prefetch, else >= one unit; "auto": what hides the group\'s latency.',
+        'Elements gathered ahead; 0 = no prefetch, else >= one unit; "auto": as many as hide the latency.',
     )
     stage3_reshard_after_forward: bool = switch(
         True, "Free a unit's weights between its forward and its backward pass."
@@ -249,7 +249,7 @@ class ZeroConfig:
     shard_group_size: Literal["all", "node"] | int = key(
         "all",
         GROUP_SIZE,
-        "Consecutive ranks over which is sharded what the stage shards; the groups are replicas of each other (HSDP). "
+        "Consecutive ranks that shard the model among themselves; the groups are replicas of each other (HSDP). "
         '"node": those of a node.',
     )
     zero_hpz_partition_size: Literal["node"] | int = key(
@@ -276,7 +276,7 @@ class Bf16Config:
     """Training in bf16. Without ``master_weights`` the bf16 weights are rounded to nearest, or stochastically."""
 
     enabled: bool = switch(False, "Cast fp32 parameters to bf16; optimizers step fp32 master weights.")
-    auto_cast: bool = switch(True, "Cast the model's floating-point inputs to bf16, in containers, too.")
+    auto_cast: bool = switch(True, "Cast the model's floating-point inputs to bf16, also in containers.")
     master_weights: bool = switch(True, "Step fp32 master weights, not the bf16 weights themselves.")
     split_masters: bool = switch(
         False,
@@ -293,7 +293,7 @@ class Fp16Config:
     """Training in fp16, and the loss scale, also that of fp16 autocast."""
 
     enabled: bool = switch(False, "Cast parameters to fp16; optimizers step fp32 master weights; the loss is scaled.")
-    auto_cast: bool = switch(True, "Cast the model's floating-point inputs to fp16, in containers, too.")
+    auto_cast: bool = switch(True, "Cast the model's floating-point inputs to fp16, also in containers.")
     loss_scale: float = key(0.0, number(0, below=3e38), "A fixed loss scale; 0: it follows overflows.")
     initial_scale_power: int = key(16, integer(0, 127), "The first loss scale is 2 to this power.")
     loss_scale_window: int = key(1000, COUNT, "Steps without overflow after which the loss scale is doubled.")
@@ -314,7 +314,7 @@ class TypesConfig:
     """Dtypes of gradients on the way, and of the optimizer's states."""
 
     grad_accum_dtype: Literal["fp32", "bf16", "fp16"] = key(
-        "fp32", optional(DTYPE, "fp32"), "The dtype in which gradients wait for later micro-batches."
+        "fp32", optional(DTYPE, "fp32"), "dtype of accumulated gradients between micro-batches."
     )
     reduce_dtype: Literal["fp32", "bf16", "fp16"] = key(
         "fp32", optional(DTYPE, "fp32"), "The dtype to which each sum over ranks is rounded."
@@ -493,7 +493,7 @@ class TopLevel:
     communication_data_type: Literal["fp32", "bf16", "fp16"] | None = key(
         None,
         optional(DTYPE, "the parameter's dtype"),
-        "The dtype in which gradients are sent and completed; sums are in data_types.reduce_dtype.",
+        "dtype of gradients in messages and when complete; sums are in data_types.reduce_dtype.",
     )
     overlap_comm: bool = switch(
         True, "Communicate while the backward pass computes; never changes a bit of the result."
@@ -510,13 +510,13 @@ class TopLevel:
     hierarchical_reduce: bool | None = key(
         None,
         optional(BOOL, "true on NCCL, false on gloo"),
-        "Add gradients inside of each node before they are sent to others, where each has 2, 4, 8, … consecutive "
-        "ranks; never changes a bit. On NCCL fp32 gradients need reproducible, too; a comm_hook switches it off.",
+        "Add gradients inside each node before they are sent to others, if each node has 2, 4, 8, … consecutive "
+        "ranks; never changes a bit. On NCCL fp32 gradients also need reproducible; a comm_hook switches it off.",
     )
     static_graph: bool = switch(
         False,
-        "Each rank uses the same parameters in every window: unused ones are not waited for, nor told of, and a change "
-        "is an error.",
+        "Declares that each rank uses the same parameters in every step: the engine does not wait for unused ones, and "
+        "a change is an error.",
     )
     sparse_gradients: bool = switch(
         False,
