@@ -230,8 +230,8 @@ class ZeroConfig:
     reduce_bucket_size: int | Literal["auto"] = key(
         12_500_000,
         COUNT_OR_AUTO,
-        'Elements of a gradient bucket, at most; "auto": by the measured speed of the group of ranks. Raised to the size '
-        "of a parameter that is more than 8 times as large, up to 262,144.",
+        'Elements of a gradient bucket, at most; "auto": by the measured speed of the group of ranks. Raised to the '
+        "size of a parameter that is more than 8 times as large, up to 262,144.",
     )
     recut_buckets: bool = switch(
         True,

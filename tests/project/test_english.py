@@ -26,7 +26,7 @@ _CODE = re.compile(r"^```.*?^```|^<!--.*?-->|`[^`\n]*`", re.MULTILINE | re.DOTAL
 
 DOCSTRINGS = 1392
 """Docstrings of the package with at least one of them, at most."""
-PAGES = 350
+PAGES = 341
 """Places in README and docs, at most."""
 
 
