@@ -28,7 +28,7 @@ from shardengine.app.data import Blocks, training_batches
 from shardengine.app.rank_sums import RankSums
 from shardengine.app.settings import Settings, check_model, read_base, read_config, require, require_lora
 from shardengine.comm import Mesh
-from shardengine.config import MICRO, TRIPLE, Config, load_config, provisional
+from shardengine.config import MICRO, TRIPLE, Config, is_comment, load_config, provisional
 from shardengine.engine import Engine
 from shardengine.errors import UsageError
 from shardengine.planner import (
@@ -127,10 +127,17 @@ def _choose(options: argparse.Namespace, hardware: Hardware, model: Callable[[],
     if options.plot is not None and found.plan is not None:
         draw(found.plan, Path(options.plot), options.model)
     if target is not None and found.config is not None:
-        plain = {key: value for key, value in found.config.items() if not key.startswith("_")}  # comments of the base
+        plain = _without_remarks(found.config)
         target.write_text(json.dumps(plain, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     print(json.dumps(found.as_dict(), indent=2) if options.json else text_of_choice(found))
     return 0 if found.rows else 1
+
+
+def _without_remarks(tree: Any) -> Any:
+    """A config without the remarks of the file that it began with, which may be about another model."""
+    if not isinstance(tree, Mapping):
+        return tree
+    return {key: _without_remarks(value) for key, value in tree.items() if not is_comment(key)}
 
 
 def text_of_choice(found: Choice) -> str:

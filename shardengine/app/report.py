@@ -319,14 +319,22 @@ def _units(memory: Mapping[str, float]) -> str:
 
 def slow_on_a_cpu(engine: Engine) -> list[str]:
     """That the CPU computes products of 16 bits in software: some 30 times as long as fp32, and up to 100 times."""
-    low = {each.dtype for each in engine.module.parameters()} & {torch.bfloat16, torch.float16}
-    is_fast = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    if engine.device.type != "cpu" or not low or is_fast:
+    used = {each.dtype for each in engine.module.parameters()}
+    if engine.device.type != "cpu":
         return []
-    name = "fp16" if low == {torch.float16} else "bf16"
+    asks, built = torch.ops.mkldnn, torch.backends.mkldnn.is_available()
+    slow = [
+        name
+        for name, dtype, has in (
+            ("bf16", torch.bfloat16, lambda: asks._is_mkldnn_bf16_supported()),
+            ("fp16", torch.float16, lambda: asks._is_mkldnn_fp16_supported()),
+        )
+        if dtype in used and not (built and has())
+    ]
     return [
         f"this CPU has no instructions for {name}: its matrix products take 10 to 100 times as long as in fp32; "
         f"--set {name}.enabled=false trains in fp32"
+        for name in slow
     ]
 
 

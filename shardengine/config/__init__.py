@@ -29,7 +29,7 @@ from shardengine.config.load import (
     undecided,
     whole_number,
 )
-from shardengine.config.reader import NO_EFFECT_BECAUSE, READ_AS, ConfigTree, Source, read_tree
+from shardengine.config.reader import NO_EFFECT_BECAUSE, READ_AS, ConfigTree, Source, is_comment, read_tree
 from shardengine.config.schema import (
     KEYS,
     SECTIONS,
@@ -78,6 +78,7 @@ __all__ = [
     "WandbConfig",
     "ZeroConfig",
     "fitting_ranks",
+    "is_comment",
     "json_schema",
     "kinds",
     "load_config",

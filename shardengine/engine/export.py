@@ -157,5 +157,5 @@ def _write(module: nn.Module, state: dict[str, Any], directory: Path) -> None:
         if isinstance(value, Tensor) and first_name.setdefault(value.data_ptr(), name) != name and value.numel():
             tied[name] = first_name[value.data_ptr()]
     tensors = {n: v.contiguous() for n, v in state.items() if isinstance(v, Tensor) and n not in tied}
-    metadata = {"tied": json.dumps(tied)} if tied else {"format": "pt"}  # safetensors has no order for two keys
+    metadata = {"format": "pt"} | ({"tied": json.dumps(tied)} if tied else {})  # two keys have no order in safetensors
     save_file(tensors, str(directory / "model.safetensors"), metadata=metadata)

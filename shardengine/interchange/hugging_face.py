@@ -125,7 +125,7 @@ def write_adapters(stored: Stored, directory: Path, *, dtype: torch.dtype | None
 def write_plain(stored: Stored, directory: Path, *, dtype: torch.dtype | None, largest: int) -> list[str]:
     """All weights and buffers under their own names; tied names are in the metadata, as `save_pretrained` has them."""
     tied = {alias: row["names"][0] for row in stored.parameters for alias in row["names"][1:]}
-    metadata = {"tied": json.dumps(tied)} if tied else _METADATA  # safetensors has no order for two keys
+    metadata = _METADATA | ({"tied": json.dumps(tied)} if tied else {})  # two keys have no order in safetensors
     outputs = weight_files.weights(stored, dtype)
     weight_files.write(stored, outputs, directory, stem="model", largest=largest, metadata=metadata)
     return []

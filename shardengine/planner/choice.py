@@ -7,9 +7,8 @@ who leaves what to be decided (automatic).
 are computed again. Two quick plans, of one and of two samples, say how its need grows with a micro-batch, and so which
 is the largest; that one is planned quickly itself, because a larger one may have its peak elsewhere. Only what is
 chosen is planned with all that ``plan`` checks: where that says it does not fit, the next one is chosen. Before all of
-that, and in a sixth of the time, the weights and states alone are counted: most of what does not fit is told by them.
-Host memory,
-and then the disk, are tried only where no micro-batch of ``_ENOUGH`` samples fits without them, to plan less. Where
+that, in a fraction of the time, the weights and states alone are counted: they exclude most configs that do not fit.
+Host memory, and then the disk, are tried only where no micro-batch of ``_ENOUGH`` samples fits without them. Where
 states fit on the host, a part of them there may do: what the device needs falls about evenly with what leaves it, so
 two plans say which part, or one that is a little larger. That is tried where it may be faster than the best one.
 
@@ -38,7 +37,7 @@ from shardengine.planner.dry_engine import STATES
 from shardengine.planner.hardware import Hardware, show_bytes, table
 from shardengine.planner.memory_plan import Plan, Task, Tier, hardware_of, made, options_of
 from shardengine.planner.no_values import without_values
-from shardengine.planner.rates import HOST_STEP, TO_DEVICE, TO_HOST, Rates
+from shardengine.planner.rates import HOST_STEP, NETWORK, NODE, TO_DEVICE, TO_HOST, Rates
 
 SHOWN = 10
 _CHECKED = 3
@@ -275,6 +274,7 @@ class _Search:
         self.refused: dict[str, str] = {}
         self.tried = 0
         self._kept_of: dict[Candidate, Plan | None] = {}
+        self._unplanned = ""
         self._ahead = 0
         self._best: tuple[float, Candidate] | None = None
 
@@ -391,16 +391,16 @@ class _Search:
         return []
 
     def _may_win(self, row: Row, on_device: Plan | None) -> bool:
-        """Whether ``row`` could be the fastest with a part of its states on the device. on_device: what is kept if all
-        of them are there."""
+        """Whether ``row`` could be the fastest with a part of its states on the device, by an estimate of what that
+        saves. on_device: the plan of what is kept if all of them are there."""
         here, time_, best = row.plan.device, row.plan.time, self._best
         if on_device is None or here.has is None or time_ is None or best is None:
             return False
         moves = on_device.device.at_rest.get(STATES, 0) - here.at_rest.get(STATES, 0)
         part = max(0.0, (here.need + moves - here.has) / moves) if moves > 0 else 1.0  # on the host, at least
-        saved = sum(
-            min(each.exposed, (1 - part) * each.busy) for each in map(time_.part, (HOST_STEP, TO_HOST, TO_DEVICE))
-        )
+        saved = sum(time_.part(name).exposed for name in (NODE, NETWORK))  # gathers may wait behind the copies
+        for each in map(time_.part, (HOST_STEP, TO_HOST, TO_DEVICE)):
+            saved += min(each.exposed, (1 - part) * each.busy)
         return row.samples_per_s * time_.seconds > best[0] * (time_.seconds - saved)
 
     def _of_sizes(self, kind: Candidate) -> list[Row]:
@@ -439,7 +439,7 @@ class _Search:
         """None: the engine, or the model, does not take it. Without a time where what is kept does not fit."""
         if candidate not in self._known:
             self._say(_words(candidate))
-            kept = self._kept(candidate)
+            kept = self._kept(candidate) if candidate.part == 1 else None
             if kept is None or kept.fits:
                 self._known[candidate] = self._new_quick(candidate)
             else:
@@ -458,7 +458,7 @@ class _Search:
     def _kept(self, candidate: Candidate) -> Plan | None:
         """Of what is kept alone; None: the plan says what is wrong. It depends on no activation."""
         samples = self._sizes[0] if self._undecided.micro_batches else candidate.samples
-        of_all = replace(candidate, samples=samples, again=None)
+        of_all = replace(candidate, samples=samples, again=None if candidate.again is None else False)
         if of_all not in self._kept_of:
             try:
                 self._kept_of[of_all] = self._task(_Change("", of_all)).plan_of_kept()
@@ -518,8 +518,8 @@ class _Search:
         """The smallest change of each kind with which the candidate fits that lacks least."""
         lacking = self._closest()
         if lacking is None:  # only whole plans do not fit, or no step can be planned
-            why = next(iter([*self._problems.values(), *self.refused.values()]))
-            return [f"nothing that would fit can be checked: {why}"]
+            why = self._unplanned or next(iter([*self._problems.values(), *self.refused.values()]))
+            return [f"no config that might fit can be planned: {why}"]
         closest, plan = lacking
         told = [f"nothing fits; the closest is {_words(closest)}: {'; '.join(plan.sentences())}"]
         for kind in (self._other_places, self._more_ranks, self._shorter, self._smaller_states):
@@ -540,7 +540,11 @@ class _Search:
             if (plan := known.pop(closest)).time is not None:
                 return closest, plan
             whole = self._whole(closest)  # which lacks at least as much as what is kept alone
-            if whole is not None:
+            if whole is None and len(self._sizes) > 1 and self._undecided.micro_batches:  # as in ``_of_sizes``
+                self._unplanned = self._unplanned or f"{_words(closest)}: {self._problems[closest]}"
+                closest = replace(closest, samples=self._sizes[1])
+                whole = self._whole(closest)
+            if whole is not None and not whole.fits:
                 known[closest] = whole
         return None
 

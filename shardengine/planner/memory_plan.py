@@ -281,13 +281,13 @@ class Task:
 
     def run_quickly(self, steps: int = STEPS) -> DryRun:
         """By two shorter models, and nobody checks whether those do; nothing is said of initialize."""
-        layers = None if self._optimizer_exists else layers_of(self.model)
+        layers = None if self._optimizer_exists or self._is_parted else layers_of(self.model)
         run = lambda depth: self._run(layers, depth, steps)  # noqa: E731
         return (quick_run(layers, run) if layers is not None else None) or self._run(steps=steps)
 
     def plan_of_kept(self) -> Plan:
         """Of the weights and states alone that a rank keeps from the start: a step needs at least that. The engine
-        makes no step, so it takes a sixth of the time of a quick plan."""
+        makes no step, so it takes a fraction of the time of a quick plan."""
         found = _plan_of(self.run_quickly(steps=0), self.where, self.place.rank, self.batch)
 
         def kept(tier: Tier | None) -> Tier | None:
@@ -304,7 +304,7 @@ class Task:
     def _is_parted(self) -> bool:
         """Whether a part of the states leaves the device: whole buckets do, so that no line goes through depths."""
         place = self.config.zero_optimization.offload_optimizer
-        return place is not None and place.ratio != 1
+        return place.device != "none" and place.ratio != 1
 
     @property
     def _bucket(self) -> int:

@@ -164,5 +164,5 @@ def test_a_command_is_told(
     assert said in capsys.readouterr().err
 
 
-def test_a_forgotten_launcher_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forgotten_launcher_is_told() -> None:
     assert "start it with torchrun --standalone --nproc-per-node 4" in devices.only_one(4)

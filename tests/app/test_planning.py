@@ -185,7 +185,12 @@ def choosing(tmp_path: Path) -> list[str]:
     base = tmp_path / "base.json"
     base.write_text(
         json.dumps(
-            {"_": "of another model", "train_batch_size": 2, "bf16": {"enabled": True}, "gradient_clipping": 1.0}
+            {
+                "//": "of another model",
+                "train_batch_size": 2,
+                "bf16": {"enabled": True, "_": ""},
+                "gradient_clipping": 1.0,
+            }
         )
     )
     return ["plan", "--model", folder_of(tmp_path, GPT2), "--config", str(base), "--length", "16"]

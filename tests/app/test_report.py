@@ -43,8 +43,10 @@ def test_the_time_that_is_left_follows_from_steps_and_not_from_the_start(
 def test_that_a_cpu_has_no_instructions_for_16_bits_is_noted(
     dtype: torch.dtype, supported: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: supported, raising=False)
     name = str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
+    for each in ("bf16", "fp16"):
+        has = supported if each == name else not supported
+        monkeypatch.setattr(torch.ops.mkldnn, f"_is_mkldnn_{each}_supported", lambda has=has: has, raising=False)
     for device in ("cpu", "cuda"):
         engine: Any = SimpleNamespace(module=torch.nn.Linear(2, 2).to(dtype), device=torch.device(device))
         said = report.slow_on_a_cpu(engine)

@@ -146,7 +146,7 @@ def test_channels_last_buffers_of_rank_0_and_ties_of_a_plain_module(pools: Pools
     assert main(["export", str(tmp_path / "saved"), str(tmp_path / "out"), "--format", "safetensors"]) == 0
     written = tensors(tmp_path / "out")
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
-        assert file.metadata() == {"tied": '{"tied.weight": "head.weight"}'}
+        assert file.metadata() == {"format": "pt", "tied": '{"tied.weight": "head.weight"}'}
     assert set(expected) == {*written, "tied.weight"} and "norm.running_mean" in written
     for name, value in written.items():
         assert value.shape == expected[name].shape and value.numpy().tobytes() == expected[name].tobytes(), name

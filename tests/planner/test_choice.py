@@ -152,6 +152,36 @@ def test_what_is_kept_alone_is_what_a_plan_finds_at_rest_and_no_more_than_a_step
     assert sum(tier.need for tier in kept.tiers) == pytest.approx((2 + 12) * shard, rel=0.01)
 
 
+@pytest.mark.parametrize("ratio", [0.3, 0.5])
+def test_a_part_of_the_states_is_planned_with_all_layers(ratio: float) -> None:
+    """Whole buckets leave the device, so that no line goes through depths."""
+
+    class Deep(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(copy.deepcopy(self.blocks[0]) for _ in range(24))
+
+    where, batch = gpus(10**9, 1, host_bytes=10**10), {"x": torch.zeros(1, 32, WIDTH)}
+    config = Candidate(0, "states on the host", part=ratio).config(BASE, 1)
+    task = memory_plan.Task(Deep(), batch, load_config(config).resolve_batch(1), where, lambda loss: loss, {})
+    quick, whole = task.plan(task.run_quickly(), None), plan(Deep(), config, where, batch=batch, exact=True)
+    assert (quick.device.peak, quick.host and quick.host.peak) == (whole.device.peak, whole.host and whole.host.peak)
+
+
+def test_what_is_needed_is_found_for_a_model_that_takes_two_samples() -> None:
+    class Normed(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(self.norm(x[:, 0]))
+
+    found = choose(Normed(), BASE, gpus(100_000, 1, host_bytes=100_000), batch=BATCH)
+    assert not found.rows and found.needed[0].startswith("nothing fits; the closest is ")
+    assert "micro-batches of 2" in found.needed[0]
+
+
 def test_the_disk_is_for_what_no_memory_holds() -> None:
     """It is tried where there is one, and the config says in which folder."""
     zero = {"offload_optimizer": {"device": "none", "nvme_path": "here"}}
@@ -199,7 +229,9 @@ def test_the_first_row_is_checked_whole(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(found.refused) == 3 and set(found.refused.values()) == {"plan: it is larger than it looks"}
     good.clear()
     none = chosen(LARGE)
-    assert not none.rows and none.needed == ["nothing that would fit can be checked: plan: it is larger than it looks"]
+    assert not none.rows and none.needed == [
+        "no config that might fit can be planned: plan: it is larger than it looks"
+    ]
 
 
 def test_what_the_engine_refuses_is_refused_in_its_words() -> None:
