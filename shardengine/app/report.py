@@ -318,31 +318,30 @@ def _units(memory: Mapping[str, float]) -> str:
 
 
 def slow_on_a_cpu(engine: Engine) -> list[str]:
-    """That the CPU computes products of 16 bits in software: some 30 times as long as fp32, and up to 100 times."""
-    used = {each.dtype for each in engine.module.parameters()}
+    """A note for each 16-bit dtype of the weights that this CPU computes in software."""
     if engine.device.type != "cpu":
         return []
-    asks, built = torch.ops.mkldnn, torch.backends.mkldnn.is_available()
-    slow = [
-        name
-        for name, dtype, has in (
-            ("bf16", torch.bfloat16, lambda: asks._is_mkldnn_bf16_supported()),
-            ("fp16", torch.float16, lambda: asks._is_mkldnn_fp16_supported()),
-        )
-        if dtype in used and not (built and has())
-    ]
+    ops, built = torch.ops.mkldnn, torch.backends.mkldnn.is_available()
+    fast = {
+        torch.bfloat16: built and ops._is_mkldnn_bf16_supported(),
+        torch.float16: built and ops._is_mkldnn_fp16_supported(),
+    }
+    used = {parameter.dtype for parameter in engine.module.parameters()}
     return [
-        f"this CPU has no instructions for {name}: its matrix products take 10 to 100 times as long as in fp32; "
-        f"--set {name}.enabled=false trains in fp32"
-        for name in slow
+        f"this CPU has no instructions for {_SHORT[dtype]}, so its matrix products are many times slower than in fp32; "
+        f"--set {_SHORT[dtype]}.enabled=false trains in fp32"
+        for dtype, is_fast in fast.items()
+        if dtype in used and not is_fast
     ]
+
+
+_SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def _dtypes(engine: Engine) -> str:
     """``weights bf16, fp32 master, gradients sent as bf16, loss scale 65536 (dynamic)``."""
-    short = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
     trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
-    names = sorted({short.get(parameter.dtype, str(parameter.dtype)) for parameter in trained})
+    names = sorted({_SHORT.get(parameter.dtype, str(parameter.dtype)) for parameter in trained})
     bf16, fixed = engine.config.bf16, engine.config.fp16.loss_scale
     master = "" if names == ["fp32"] else ", fp32 master"
     if bf16.enabled and not bf16.master_weights:

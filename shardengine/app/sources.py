@@ -1,7 +1,7 @@
 """Where a run's config is from: a file, or the name of a shipped recipe, and what the command line changes in it.
 
-Owns: names of recipes, --set, --lr and --log, the optimizer of a config that names none, where a run's monitors write.
-Must not know: torch, what other keys mean. Imported before torch, so that a wrong key is said at once.
+Owns: names of recipes, --set, --lr and --log, the default optimizer, the folder of a run's monitors. Must not know:
+torch, the meaning of other keys. It is imported before torch, so a wrong key is reported at once.
 """
 
 from __future__ import annotations

@@ -6,11 +6,11 @@ who leaves what to be decided (automatic).
 [Note: Search] Every candidate is a stage, a place for what does not have to be on the device, and whether activations
 are computed again. Two quick plans, of one and of two samples, say how its need grows with a micro-batch, and so which
 is the largest; that one is planned quickly itself, because a larger one may have its peak elsewhere. Only what is
-chosen is planned with all that ``plan`` checks: where that says it does not fit, the next one is chosen. Before all of
-that, in a fraction of the time, the weights and states alone are counted: they exclude most configs that do not fit.
-Host memory, and then the disk, are tried only where no micro-batch of ``_ENOUGH`` samples fits without them. Where
-states fit on the host, a part of them there may do: what the device needs falls about evenly with what leaves it, so
-two plans say which part, or one that is a little larger. That is tried where it may be faster than the best one.
+chosen is planned with all checks of ``plan``. If it does not fit after all, the next one is chosen. Before the quick
+plans the weights and states alone are counted, which is faster: this excludes most configs that do not fit. Host
+memory, and then the disk, are tried only if no micro-batch of ``_ENOUGH`` samples fits without them. If all states fit
+on the host, a part of them may be enough: the device's need falls about evenly with the states that leave it, so two
+plans give the part, or one that is a little larger. A part is tried only if it may be faster than the best config.
 
 [Note: What is undecided] ``choose`` looks for all of this. Where a config says most of it, what it says stays, and only
 what is ``Undecided`` is looked for; what else would help is tried where nothing fits, to be told.
@@ -274,7 +274,7 @@ class _Search:
         self.refused: dict[str, str] = {}
         self.tried = 0
         self._kept_of: dict[Candidate, Plan | None] = {}
-        self._unplanned = ""
+        self._unplanned = ""  # the first candidate that could not be planned in ``_closest``, and why
         self._ahead = 0
         self._best: tuple[float, Candidate] | None = None
 
@@ -294,9 +294,9 @@ class _Search:
                 break
             if place != _GPU and any(row.samples >= min(_ENOUGH, self._sizes[-1]) for row in found):
                 break
-            there = [row for kind in self._counted(self._all_kinds(place), place) for row in self._largest(kind)]
-            there += [part for row in _fastest_first(there) for part in self._least_part(row)]
-            found += there
+            rows = [row for kind in self._counted(self._all_kinds(place), place) for row in self._largest(kind)]
+            rows += [part for row in _fastest_first(rows) for part in self._least_part(row)]
+            found += rows
         return _fastest_first(found)
 
     def _counted(self, kinds: Sequence[Candidate], place: str | None = None) -> Iterator[Candidate]:
@@ -320,7 +320,7 @@ class _Search:
             least = [kind for kind in self._kinds(place, True) if not kind.kept][-1]
             found = self._quick(least)
             if found is None:
-                del self._problems[least], self._known[least]  # which is told where its turn comes
+                del self._problems[least], self._known[least]  # reported when its turn comes
                 break
             if found.fits:
                 break
@@ -374,7 +374,7 @@ class _Search:
         return found
 
     def _least_part(self, row: Row) -> list[Row]:
-        """``row`` with about as little of the states on the host as has to be, if all are there."""
+        """``row`` with as few states on the host as fit, about, if it has all of them there and this may be faster."""
         on_device = replace(row.candidate, place=_GPU)
         if row.candidate.place != _STATES or not self._may_win(row, self._kept(on_device)):
             return []
@@ -391,8 +391,8 @@ class _Search:
         return []
 
     def _may_win(self, row: Row, on_device: Plan | None) -> bool:
-        """Whether ``row`` could be the fastest with a part of its states on the device, by an estimate of what that
-        saves. on_device: the plan of what is kept if all of them are there."""
+        """Whether ``row`` could be the fastest with a part of its states on the device, by an estimate of the time that
+        this saves. on_device: ``_kept`` of the same candidate with all states on the device."""
         here, time_, best = row.plan.device, row.plan.time, self._best
         if on_device is None or here.has is None or time_ is None or best is None:
             return False
@@ -436,7 +436,7 @@ class _Search:
         return Row(candidate, plan, plan.config.train_batch_size / plan.time.seconds)
 
     def _quick(self, candidate: Candidate) -> Plan | None:
-        """None: the engine, or the model, does not take it. Without a time where what is kept does not fit."""
+        """A quick plan, or ``_kept``, which has no time, if that does not fit. None if it cannot be planned."""
         if candidate not in self._known:
             self._say(_words(candidate))
             kept = self._kept(candidate) if candidate.part == 1 else None
@@ -448,7 +448,7 @@ class _Search:
         return self._known[candidate]
 
     def _whole(self, candidate: Candidate) -> Plan | None:
-        """As ``_quick``, of a whole step whether it fits or not."""
+        """A quick plan of a step, even if the weights and states alone do not fit. None as for ``_quick``."""
         known = self._known.get(candidate)
         if candidate not in self._known or (known is not None and known.time is None):
             self._say(_words(candidate))
@@ -456,7 +456,7 @@ class _Search:
         return self._known[candidate]
 
     def _kept(self, candidate: Candidate) -> Plan | None:
-        """Of what is kept alone; None: the plan says what is wrong. It depends on no activation."""
+        """``plan_of_kept``, which is the same for all micro-batches; None on an error, which a plan then reports."""
         samples = self._sizes[0] if self._undecided.micro_batches else candidate.samples
         of_all = replace(candidate, samples=samples, again=None if candidate.again is None else False)
         if of_all not in self._kept_of:
@@ -517,7 +517,7 @@ class _Search:
     def needed(self) -> list[str]:
         """The smallest change of each kind with which the candidate fits that lacks least."""
         lacking = self._closest()
-        if lacking is None:  # only whole plans do not fit, or no step can be planned
+        if lacking is None:  # everything fitted quickly and then failed its check, or no step can be planned
             why = self._unplanned or next(iter([*self._problems.values(), *self.refused.values()]))
             return [f"no config that might fit can be planned: {why}"]
         closest, plan = lacking
@@ -532,14 +532,14 @@ class _Search:
         return told
 
     def _closest(self) -> tuple[Candidate, Plan] | None:
-        """Of what does not fit the candidate that lacks least, and its plan of a whole step. Of two that lack the same
-        the one that computes less."""
+        """The candidate that exceeds the hardware least, with the plan of a step; of two equal ones that without
+        recomputation."""
         known = {candidate: plan for candidate, plan in self._known.items() if plan is not None and not plan.fits}
         while known:
             closest = min(known, key=lambda each: (max(map(_lacks, known[each].tiers)), bool(each.again)))
             if (plan := known.pop(closest)).time is not None:
                 return closest, plan
-            whole = self._whole(closest)  # which lacks at least as much as what is kept alone
+            whole = self._whole(closest)  # it may exceed more than another one: compare again
             if whole is None and len(self._sizes) > 1 and self._undecided.micro_batches:  # as in ``_of_sizes``
                 self._unplanned = self._unplanned or f"{_words(closest)}: {self._problems[closest]}"
                 closest = replace(closest, samples=self._sizes[1])
@@ -617,7 +617,7 @@ def _part(tier: Tier) -> float:
 
 
 def _short(plan: Plan) -> str:
-    """Of a plan that does not fit, what is too small; without a time it is one of what is kept."""
+    """The sentences about the tiers that are too small. A plan without a time is one of weights and states alone."""
     alone = " (weights and states alone)" if plan.time is None else ""
     return "; ".join(said + alone for said, tier in zip(plan.sentences(), plan.tiers, strict=True) if not tier.fits)
 

@@ -286,8 +286,8 @@ class Task:
         return (quick_run(layers, run) if layers is not None else None) or self._run(steps=steps)
 
     def plan_of_kept(self) -> Plan:
-        """Of the weights and states alone that a rank keeps from the start: a step needs at least that. The engine
-        makes no step, so it takes a fraction of the time of a quick plan."""
+        """Only the weights and states that a rank keeps from the start, as a lower bound of a step's need. The engine
+        makes no step, so this is faster than a quick plan."""
         found = _plan_of(self.run_quickly(steps=0), self.where, self.place.rank, self.batch)
 
         def kept(tier: Tier | None) -> Tier | None:
@@ -302,7 +302,7 @@ class Task:
 
     @property
     def _is_parted(self) -> bool:
-        """Whether a part of the states leaves the device: whole buckets do, so that no line goes through depths."""
+        """Whether a part of the states is offloaded. Whole buckets are, so needs are no line over depths."""
         place = self.config.zero_optimization.offload_optimizer
         return place.device != "none" and place.ratio != 1
 

@@ -195,7 +195,7 @@ class NoValues(Mode):
         return self._empty(func(*halves, *args[2:], **{**kwargs, "out_dtype": torch.bfloat16}), dtype)
 
     def _stacked(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], alone: bool) -> Any:
-        """``out``, where it has the size already, as for the norms of buckets: torch takes a millisecond for each."""
+        """``out`` at once if it has the right size, as for the norms of buckets: torch takes a millisecond for it."""
         parts, out = args[0], kwargs["out"]
         fits = len(args) == 1 and "dim" not in kwargs and out.shape == (len(parts), *parts[0].shape)
         return out if fits and isinstance(out, self._kind) else func(*args, **kwargs)
