@@ -31,6 +31,28 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "late gathers": ("AdamW", {"overlap_param_gather": True}),
 }
 
+MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "fp16 hook": ("2", "AdamW", {"comm_hook": {"name": "fp16"}}),
+    "int8 hook": ("2", "SGD", {"comm_hook": {"name": "int8", "params": {"error_feedback": True}}}),
+    "quantised": ("3", "AdamW", {"zero": {"zero_quantized_weights": True, "zero_quantized_gradients": True}}),
+    "secondary shards": ("3", "AdamW", {"zero": {"zero_hpz_partition_size": 1}}),
+    "shard groups, stage 2": ("2", "AdamW", {"zero": {"shard_group_size": 1}}),
+    "shard groups, stage 3": ("3", "AdamW", {"zero": {"shard_group_size": 1}}),
+    "local SGD": (
+        "2",
+        "SGD",
+        {
+            "zero": {"shard_group_size": 1},
+            "comm_hook": {"name": "post_local_sgd", "params": {"start_step": 1, "period": 2}},
+        },
+    ),
+    "EMA": ("2", "AdamW", {"ema": {"decay": 0.5}}),
+    "weights in host memory": ("3", "AdamW", {"zero": {"offload_param": {"device": "cpu"}}}),
+    "fp32 sums of bf16": ("3", "AdamW", {"bf16": {"enabled": True}, "data_types": {"reduce_dtype": "fp32"}}),
+    "sums": ("2", "SGD", {"gradient_allreduce_op": "sum", "gradient_clipping_value": 0.5}),
+}
+"""Name → stage, optimizer, options: features that only some users need, each at one stage."""
+
 
 class Scale(nn.Module):
     """y = x · weight + bias, element by element."""
@@ -69,9 +91,8 @@ def loss_of(engine: Any, step: int, rank: int, micro: int) -> Tensor:
     return engine((torch.randint(-8, 8, (37,)) / 8).to(dtype)).sum()
 
 
-def recorded(stage: str, way: str) -> dict[str, Any]:
+def recorded(stage: str, kind: str, options: dict[str, Any]) -> dict[str, Any]:
     """On one rank: the collectives of the weights' and the gradients' groups, and digests of all that was trained."""
-    kind, options = WAYS[way]
     torch.manual_seed(5)
     config = cases.config_of(
         stage, MICROS, **{**options, "zero": {"reduce_bucket_size": 120, **options.get("zero", {})}}
@@ -95,9 +116,14 @@ def digest(value: Any) -> str:
     return hashlib.sha256(raw or repr(value).encode()).hexdigest()[:16]
 
 
-def both(stage: str, way: str) -> dict[str, Any]:
-    """What all ranks issued, and what rank 0 has. AssertionError where ranks issued different collectives."""
-    found = recorded(stage, way)
+def cases_by_name() -> dict[str, tuple[str, str, dict[str, Any]]]:
+    """Every stage in every way, and ``MORE``."""
+    return {f"{stage} {way}": (stage, *of) for stage in cases.STAGES for way, of in WAYS.items()} | MORE
+
+
+def both(name: str) -> dict[str, Any]:
+    """The collectives that all ranks issued, and digests of rank 0. AssertionError if ranks issued different ones."""
+    found = recorded(*cases_by_name()[name])
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, found["issued"])
     assert all(other == everyone[0] for other in everyone)
@@ -105,8 +131,8 @@ def both(stage: str, way: str) -> dict[str, Any]:
 
 
 def record(rank_of: Any = both) -> dict[str, Any]:
-    """Every stage and way, on the ranks of this launch."""
-    return {f"{stage} {way}": rank_of(stage, way) for stage in cases.STAGES for way in WAYS}
+    """Every case, on the ranks of this launch."""
+    return {name: rank_of(name) for name in cases_by_name()}
 
 
 def main() -> None:

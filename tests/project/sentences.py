@@ -1,0 +1,52 @@
+"""The sentences of all errors that the package raises, as skeletons: ``{}`` stands for each value.
+
+`test_sentences.py` beside it compares them with `tests/data/sentences.json`, so that a change of the code changes no
+sentence unnoticed. After a change that is meant, `python -m tests.project.sentences` writes the file.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from shardengine import errors
+
+ROOT = Path(__file__).resolve().parents[2]
+FILE = ROOT / "tests" / "data" / "sentences.json"
+CLASSES = frozenset(name for name, of in vars(errors).items() if isinstance(of, type) and issubclass(of, Exception))
+
+
+def skeleton(node: ast.expr) -> str:
+    """The text of ``node``; ``{}`` for what is known at run time only."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.JoinedStr(values=parts):
+            return "".join(map(skeleton, parts))
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return skeleton(left) + skeleton(right)
+        case ast.IfExp(body=first, orelse=second):
+            return f"[{skeleton(first)}|{skeleton(second)}]"
+    return "{}"
+
+
+def of_source(source: str) -> Iterator[str]:
+    """Of every call of one of the classes of errors.py: the class, and its first argument."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and node.args:
+            name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+            if name in CLASSES and (text := skeleton(node.args[0])) != "{}":
+                yield f"{name}: {text}"
+
+
+def sentences() -> list[str]:
+    """All of the package, sorted, without the files, between which code may move."""
+    sources = sorted((ROOT / "shardengine").rglob("*.py"))
+    return sorted(text for path in sources for text in of_source(path.read_text(encoding="utf-8")))
+
+
+if __name__ == "__main__":
+    FILE.write_text(json.dumps(sentences(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    print(f"written to {FILE}")
