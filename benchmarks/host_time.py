@@ -38,7 +38,7 @@ from benchmarks import host_layouts
 from benchmarks.host_layouts import LAYOUTS, PHASES, RANKS, STAGES, Shape, carry_nothing
 from benchmarks.reporting import MIN_ROUNDS, machine, table, write_result
 from shardengine.comm.mesh import Mesh
-from shardengine.engine import closing
+from shardengine.core import closing
 
 WIDTH = 16
 BUCKETS = (12_500_000, 100_000_000)

@@ -14,7 +14,8 @@ from typing import Any
 
 from shardengine.comm import Collectives, run_on_all_ranks
 from shardengine.config import Config, load_or_default
-from shardengine.engine import Engine, mesh_of
+from shardengine.core import mesh_of
+from shardengine.engine import Engine
 from shardengine.errors import UsageError
 from shardengine.loading import meta_init
 from shardengine.offload import BufferPool

@@ -14,10 +14,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardengine.comm import Mesh
-from shardengine.config import Config, load_or_default
-from shardengine.engine import Engine, Monitor, arguments, mesh_of
+from shardengine.config import Config, load_or_default, undecided
+from shardengine.core import mesh_of
+from shardengine.engine import Engine, Monitor, arguments
 from shardengine.loading import Weights
-from shardengine.planner import automatic, batches
 from shardengine.uncaught import told_in_short
 
 
@@ -64,16 +64,19 @@ def initialize(
     """
     with told_in_short():
         auto = arguments.said_by(optimizer)
-        options = {} if optimizer is None else {"optimizer": optimizer}
-        asked = automatic.question_of(
-            config, model, batch=batch, loss=loss or batches.loss_of, options=options, auto=auto
-        )
         values: Mapping[str, int] | None = None
-        if asked is not None:
-            mesh = mesh_of(mesh, load_or_default(config, auto).timeout_s)
-            try:
-                values = automatic.decide(asked, mesh)
-            except BaseException:
-                mesh.abandon()
-                raise
+        if undecided(config):
+            from shardengine.planner import automatic, batches
+
+            options = {} if optimizer is None else {"optimizer": optimizer}
+            asked = automatic.question_of(
+                config, model, batch=batch, loss=loss or batches.loss_of, options=options, auto=auto
+            )
+            if asked is not None:
+                mesh = mesh_of(mesh, load_or_default(config, auto).timeout_s)
+                try:
+                    values = automatic.decide(asked, mesh)
+                except BaseException:
+                    mesh.abandon()
+                    raise
         return Engine(model, config, optimizer, model_parameters, lr_scheduler, mesh, monitors, weights, values)

@@ -21,8 +21,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from shardengine.core import Core
 from shardengine.ddp import ERROR, FACTOR
-from shardengine.engine import Core
 from shardengine.optim import ShardedOptimizer
 from shardengine.sharding import BUFFER, WEIGHT, FlatSlice, memory_order, slices_of
 from shardengine.stages import Placement

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from shardengine.checkpoint import contents, index, state
+from shardengine.core import Core, Inspection
 from shardengine.ddp import FACTOR
-from shardengine.engine import Core, Inspection
 from shardengine.kernels import KEPT_IN
 from shardengine.optim import ShardedOptimizer
 from shardengine.sharding import BUFFER, WEIGHT, FlatSlice

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from shardengine.checkpoint import contents
-from shardengine.engine import Core, adapters
+from shardengine.core import Core, adapters
 from shardengine.sharding import WEIGHT, FlatSlice
 
 SAMPLES = 64

@@ -28,8 +28,8 @@ from torch import Tensor
 from shardengine.checkpoint import contents, directory, fit, index, left_out, saving, state
 from shardengine.checkpoint.reader import Damage, DamageError, Reader, Wanted
 from shardengine.comm import Collectives, compare, run_on_all_ranks
+from shardengine.core import Core, Inspection
 from shardengine.ddp import Phase
-from shardengine.engine import Core, Inspection
 from shardengine.errors import CheckpointError, ShardEngineError, UsageError
 from shardengine.optim import AVERAGE
 from shardengine.sharding import BUFFER, WEIGHT

@@ -22,7 +22,7 @@ from torch import Tensor
 from shardengine.checkpoint import atomic, contents, directory, index, left_out, model_facts, state, tensor_file
 from shardengine.checkpoint.background import Background, Meet
 from shardengine.comm import Collectives, compare, run_on_all_ranks
-from shardengine.engine import Inspection
+from shardengine.core import Inspection
 from shardengine.errors import CheckpointError, UsageError
 from shardengine.offload import HOST, Platform
 from shardengine.sharding import BUFFER, WEIGHT

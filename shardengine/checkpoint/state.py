@@ -19,7 +19,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from shardengine.engine import Core
+from shardengine.core import Core
 from shardengine.errors import UsageError
 from shardengine.optim import ShardedOptimizer, stays
 

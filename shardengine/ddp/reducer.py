@@ -14,7 +14,7 @@ Where every rank needs the whole gradient (``Rules.gathers``), complete slices a
 [Note: Launch order] Bucket i is launched only after bucket i-1 of one fixed order, so collectives match on all ranks
 even where ranks finish parameters in different orders or do not use some. The order is the layout's in the first
 backward, and afterwards the order in which rank 0's buckets became ready. With that goes the order in which rank 0's
-gradients came, by which the engine may cut the buckets anew (engine/rebuild.py, [Note: Buckets cut anew]).
+gradients came, by which the engine may cut the buckets anew (core/rebuild.py, [Note: Buckets cut anew]).
 
 [Note: Units] Where units are gathered in backward, a rank may stand in a gather that others join only after they have
 waited for a reduction. So a bucket is launched only when its unit was admitted: this rank's gathers up to it are

@@ -12,42 +12,48 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from contextlib import closing as closing_of
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardengine import other_engines
+from shardengine import checkpoint, other_engines
+from shardengine.checkpoint import Checkpoint
 from shardengine.comm import Collectives, Mesh, run_on_all_ranks
 from shardengine.config import Config, load_config, load_or_default
-from shardengine.ddp import Phase
-from shardengine.engine import (
-    arguments,
+from shardengine.core import (
+    Core,
+    ForWith,
+    Inspection,
+    Report,
     assembly,
+    attached,
+    check_beside,
+    check_clips,
+    check_free,
     closing,
     comm_hooks,
     exchanging,
     export,
     full_access,
-    joining,
+    group_size,
+    in_shard_groups,
     loading_weights,
-    monitors,
-    notices,
+    mesh_of,
     offload_states,
     optimizer_dict,
     overflow,
     rebuild,
     recovery,
     replicas,
-    settings_between_steps,
+    reports_failure,
+    reports_failure_with,
 )
-from shardengine.engine.core import Core
-from shardengine.engine.inspection import Inspection, Report, attached, check_free
+from shardengine.ddp import Phase
+from shardengine.engine import arguments, joining, monitors, notices, settings_between_steps
 from shardengine.engine.monitors import Monitor, Monitors
-from shardengine.engine.recovery import ForWith, reports_failure, reports_failure_with
-from shardengine.engine.shard_groups import check_beside, check_clips, group_size, in_shard_groups, mesh_of
 from shardengine.engine.tracing import traced
 from shardengine.errors import UsageError
 from shardengine.loading import Source, Weights
@@ -63,9 +69,6 @@ from shardengine.optim import (
     lr_schedules,
 )
 from shardengine.runtime import casting, hooks, transforms
-
-if TYPE_CHECKING:
-    from shardengine.checkpoint import Checkpoint
 
 _log = logging.getLogger(__name__)
 
@@ -639,7 +642,7 @@ class Engine(Inspection):
         core.step_state.require("a call of every rank", "trace")
         return traced(core.collectives, path)
 
-    # Checkpoints: nothing is read or written here; `checkpoint/` is loaded at the first call
+    # Checkpoints: nothing is read or written here
 
     @reports_failure("save_checkpoint")
     def save_checkpoint(
@@ -662,8 +665,6 @@ class Engine(Inspection):
         to host memory, and the next step waits until the optimizer's states are; a failure is then raised by the next
         call that saves (when its own is under way), loads or waits, or by ``close()``.
         """
-        from shardengine import checkpoint
-
         self._need_core()
         self._settle()
         return checkpoint.save(self, directory, tag, client_state, frozen=frozen, latest=latest)
@@ -672,8 +673,6 @@ class Engine(Inspection):
     def wait_for_checkpoint(self) -> None:
         """Return when everything that was saved is on disk; CheckpointError if it is not; collective."""
         if self._saves is not None:
-            from shardengine import checkpoint
-
             self._need_core().step_state.require("a call of every rank", "wait_for_checkpoint")
             checkpoint.finish(self)
 
@@ -701,8 +700,6 @@ class Engine(Inspection):
         loaded by a damaged checkpoint, and refuses to train until a whole one is. Also the way on where ``reset()``
         says that it has none.
         """
-        from shardengine import checkpoint
-
         self._need_core()
         self._settle()
         return checkpoint.load(self, directory, tag, strict=strict, weights_only=weights_only, without=without)

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
+from shardengine.core import Core
 from shardengine.ddp import Join
-from shardengine.engine.core import Core
 from shardengine.errors import CommunicationError, EarlyTerminationError, MismatchError, UsageError
 from shardengine.optim import ShardedOptimizer
 

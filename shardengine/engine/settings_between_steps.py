@@ -12,9 +12,8 @@ from typing import Any
 
 from shardengine.comm import compare, run_on_all_ranks
 from shardengine.config import Config
+from shardengine.core import Core, rules_of
 from shardengine.ddp import comm_hooks
-from shardengine.engine.assembly import rules_of
-from shardengine.engine.core import Core
 from shardengine.errors import UsageError
 
 

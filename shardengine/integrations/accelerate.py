@@ -32,7 +32,8 @@ from torch import Tensor, nn
 
 from shardengine.comm import Mesh
 from shardengine.config import STAGE, STAGES, TRIPLE, Config, load_config, read_tree, undecided
-from shardengine.engine import Engine, adapters, holding, mesh_of
+from shardengine.core import adapters, mesh_of
+from shardengine.engine import Engine, holding
 from shardengine.errors import ConfigError, UsageError
 from shardengine.planner import automatic
 from shardengine.start import initialize

@@ -29,7 +29,8 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from shardengine.checkpoint import directory
 from shardengine.config import Config, load_config
-from shardengine.engine import Engine, on_all_ranks
+from shardengine.core import on_all_ranks
+from shardengine.engine import Engine
 from shardengine.errors import UsageError
 from shardengine.integrations.accelerate import (
     ConfigOptimizer,

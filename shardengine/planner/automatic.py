@@ -35,7 +35,7 @@ from shardengine.comm import (
 from shardengine.comm import cores as count_cores
 from shardengine.config import MICRO, STAGE, Config, load_config, load_or_default, plain, provisional, read_tree
 from shardengine.config import undecided as undecided_in
-from shardengine.engine import check_free
+from shardengine.core import check_free
 from shardengine.errors import ConfigError, UsageError
 from shardengine.offload import BufferPool
 from shardengine.planner.amid import TooLong, in_time, reason_of, undisturbed

@@ -11,7 +11,7 @@ import pytest
 
 from shardengine.comm import group_speed
 from shardengine.comm.group_speed import LEAST_LATENCY_S, LEAST_S_PER_BYTE, fit
-from shardengine.engine import assembly
+from shardengine.core import assembly
 from tests.support import cases
 from tests.support.comparing import assert_equal_to_truth
 from tests.support.ranks import RankPool

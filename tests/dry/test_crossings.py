@@ -153,8 +153,8 @@ def expected_of_call(case: Case) -> set[Crossing]:
         "full_params": [(away, ("runtime/unit.py:Unit.summon", "to device", "blocking"))],
         "state_dict": [
             (not away or case.ranks > 1, ("sharding/flat_slices.py:join", "to host", "blocking")),
-            (True, ("engine/export.py:_copy", "to host", "blocking")),  # a buffer
-            (away and case.ranks > 1, ("engine/gathering.py:gathered", "to device", "blocking")),
+            (True, ("core/export.py:_copy", "to host", "blocking")),  # a buffer
+            (away and case.ranks > 1, ("core/gathering.py:gathered", "to device", "blocking")),
         ],
         "saved": [verdict, (True, saved), (True, ("checkpoint/tensor_file.py:_await", "wait", ""))],
         "saved behind": [verdict, (True, behind), (True, ("checkpoint/background.py:_copy", "wait", ""))],
@@ -170,7 +170,7 @@ FIRST = {
 }
 """In the first step alone: weights are compared with their masters, ``step_in_backward`` does not begin before the
 second one."""
-TOLD = Crossing("engine/overflow.py:describe", "to host", "blocking")
+TOLD = Crossing("core/overflow.py:describe", "to host", "blocking")
 """Of a skipped step, once, when the host learns that it was."""
 START = {
     ("offload/shard_store.py:MemoryStore.add", "to host", "blocking"),

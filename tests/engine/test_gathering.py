@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardengine.comm import Purpose
-from shardengine.engine.gathering import gathered
+from shardengine.core.gathering import gathered
 from shardengine.sharding import FullTensors, join
 from tests.support import cases
 from tests.support.ranks import RankPool

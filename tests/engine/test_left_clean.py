@@ -19,8 +19,8 @@ from shardengine.comm import mesh as mesh_module
 from shardengine.comm.collectives import Collectives
 from shardengine.comm.mesh import Mesh
 from shardengine.config.schema import SchedulerConfig
+from shardengine.core import assembly
 from shardengine.ddp import BufferSync, Reducer
-from shardengine.engine import assembly
 from shardengine.errors import ConfigError, UsageError
 from shardengine.optim import lr_schedules
 from shardengine.optim.optimizer import ShardedOptimizer

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import shardengine
 from shardengine.app import cli
 from shardengine.config.schema import KEYS, SECTIONS
-from shardengine.engine.inspection import Inspection
+from shardengine.core.inspection import Inspection
 from shardengine.errors import UsageError
 from shardengine.other_engines import ARGUMENTS, ENGINE, OPTIMIZER, PACKAGE
 from tests.support import cases

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardengine.comm.flight_recorder import Purpose
-from shardengine.engine import rebuild
+from shardengine.core import rebuild
 from shardengine.errors import MismatchError, UsageError
 from tests.parity.test_changed_models import OPTIONS, engine_of, group, set_trainable
 from tests.stages.test_memory import live_storages, make_tower, only_new_tensors

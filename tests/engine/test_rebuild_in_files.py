@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shardengine import Engine
-from shardengine.engine import rebuild
+from shardengine.core import rebuild
 from shardengine.errors import MismatchError, OffloadError, ShardEngineError
 from shardengine.offload import direct_io
 from shardengine.offload.nvme.extent_file import ExtentFile

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import shardengine
-from shardengine.engine import replicas
+from shardengine.core import replicas
 from shardengine.errors import CommunicationError, ConfigError, UsageError
 from tests import oracle
 from tests.engine.test_recovery import stop_after_buckets

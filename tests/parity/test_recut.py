@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardengine.comm import Purpose
-from shardengine.engine import rebuild
+from shardengine.core import rebuild
 from shardengine.sharding import readiness
 from tests.parity.test_changed_models import group, set_trainable
 from tests.support import cases

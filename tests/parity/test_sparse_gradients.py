@@ -20,8 +20,8 @@ from torch import Tensor, nn
 import shardengine
 from shardengine import load_config
 from shardengine.comm import Purpose
+from shardengine.core import rebuild
 from shardengine.ddp.sparse_rows import SparseRows
-from shardengine.engine import rebuild
 from shardengine.errors import ConfigError, MismatchError, UsageError
 from tests import oracle
 from tests.parity.test_delays import delayed

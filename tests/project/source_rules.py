@@ -19,16 +19,16 @@ PACKAGE = "shardengine"
 IMPORT_ORDER = (
     "errors", "uncaught", "version", "trace", "other_engines",
     "config", "stages", "kernels", "offload", "comm", "loading", "sharding", "ddp", "runtime", "optim", "budget",
-    "engine", "checkpoint", "interchange", "planner", "start", "pretrained", "lion", "muon", "monitors", "__init__",
-    "compat", "integrations", "app", "run", "__main__",
+    "core", "checkpoint", "engine", "interchange", "planner", "start", "pretrained", "lion", "muon", "monitors",
+    "__init__", "compat", "integrations", "app", "run", "__main__",
 )  # fmt: skip
 NO_FRONT_DOOR = ("interchange", "compat", "integrations", "app")
 """Packages of which the files are imported one by one: nobody needs all of them, and some need other libraries."""
 LAZY_IMPORTS_ALLOWED = ("app",)
 """Entries that may import our own package inside a function (so that ``--help`` and bad usage answer at once)."""
-LAZY_IMPORTS_EXCEPTIONS: tuple[str, ...] = ("engine/engine.py", "compat/for_children/sitecustomize.py")
-"""Single files with the same right, which may also look up: the engine loads `checkpoint/` at the first call, and what
-runs at the start of every Python process imports nothing before it is needed."""
+LAZY_IMPORTS_EXCEPTIONS: tuple[str, ...] = ("start.py", "compat/for_children/sitecustomize.py")
+"""Single files with the same right: ``initialize`` loads the planner only if the config leaves
+a value to it; the file that runs at the start of every Python process imports nothing before it is needed."""
 
 DATA_OPERATIONS = frozenset(
     "all_reduce all_reduce_coalesced reduce broadcast broadcast_object_list all_gather all_gather_object "
@@ -44,7 +44,7 @@ ALLOWED_OPERATIONS: Mapping[str, frozenset[str]] = {
     "comm/wire.py": DATA_OPERATIONS,
     "comm/mesh.py": LIFETIME_OPERATIONS | {"DeviceMesh"},
     **dict.fromkeys(  # which users give
-        ("start.py", "engine/arguments.py", "engine/engine.py", "engine/shard_groups.py"), frozenset({"DeviceMesh"})
+        ("start.py", "engine/arguments.py", "engine/engine.py", "core/shard_groups.py"), frozenset({"DeviceMesh"})
     ),
     "comm/group_kind.py": GROUP_OPERATIONS | LIFETIME_OPERATIONS,
     "comm/launcher.py": LIFETIME_OPERATIONS,
@@ -74,18 +74,18 @@ SLIVERS: Mapping[str, str] = {
     "app/evaluation.py": "a sum whose order is declared, which is tested without a loop",
     "app/global_mean.py": "the arithmetic of the printed loss, which is tested without a loop",
     "engine/settings_between_steps.py": "what may change between two windows, which is no part of a step",
-    "engine/comm_hooks.py": "what a hook of the user's may join, which is no part of a step",
-    "engine/shard_groups.py": "a rule of config and mesh, which is tested without an engine",
-    "engine/exchanging.py": "the order around an exchange of weights, for averages and for schedule-free classes",
+    "core/comm_hooks.py": "what a hook of the user's may join, which is no part of a step",
+    "core/shard_groups.py": "a rule of config and mesh, which is tested without an engine",
+    "core/exchanging.py": "the order around an exchange of weights, for averages and for schedule-free classes",
     "checkpoint/model_facts.py": "what other libraries want to know of a model; nothing else of a save is about that",
     "compat/deepspeed/hosts.py": "facts of other libraries, each change with its reason",
     "planner/batches.py": "what is known of transformers' models; a plan of any other needs nothing of it",
     "planner/no_disk.py": "the interface of another package, without what that does",
     "comm/frames.py": "a format of messages, which is tested and read without groups",
     "engine/tracing.py": "one file of the events of all ranks; the engine's own file has enough",
-    "engine/offload_states.py": "freeing the device between two phases is no part of a step, nor of an engine's wiring",
+    "core/offload_states.py": "freeing the device between two phases is no part of a step, nor of an engine's wiring",
     "engine/notices.py": "what is only said, which could be left out",
-    "engine/overflow.py": "sentences about gradients that are not finite; the engine's file has enough of its own",
+    "core/overflow.py": "sentences about gradients that are not finite; the engine's file has enough of its own",
     "offload/nvme/free_list.py": "an allocator of numbers, which is tested without a file",
     "optim/foreign.py": "facts of other libraries, which change with their releases",
     "runtime/prefetch_order.py": "an order of numbers, which is tested and counted without units",

@@ -45,7 +45,8 @@ from shardengine.compat.deepspeed import client_state as client_states
 from shardengine.compat.deepspeed.config_classes import DeepSpeedConfig
 from shardengine.compat.deepspeed.getters import Getters
 from shardengine.compat.deepspeed.phases import Phases
-from shardengine.engine import Engine, adapters, holding
+from shardengine.core import adapters
+from shardengine.engine import Engine, holding
 from shardengine.errors import ConfigError, MismatchError, UsageError, call_by
 from shardengine.optim import ShardedOptimizer
 from shardengine.runtime import hooks, transforms

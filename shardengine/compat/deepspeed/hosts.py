@@ -29,7 +29,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from shardengine.compat.deepspeed.facade import DeepSpeedEngine
-from shardengine.engine import telling_all
+from shardengine.core import telling_all
 
 _log = logging.getLogger(__name__)
 

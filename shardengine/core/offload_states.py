@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from shardengine.engine.core import Core
+from shardengine.core.parts import Core
 from shardengine.errors import UsageError
 from shardengine.optim import ShardedOptimizer
 from shardengine.runtime import UnshardState, hooks

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from shardengine.comm import Named, Purpose, compare, run_on_all_ranks
-from shardengine.engine import optimizer_fit
-from shardengine.engine.core import Core
-from shardengine.engine.gathering import gathered
-from shardengine.engine.optimizer_fit import MASTER_ENTRY, SCALER, STEP, Fit
+from shardengine.core import optimizer_fit
+from shardengine.core.gathering import gathered
+from shardengine.core.optimizer_fit import MASTER_ENTRY, SCALER, STEP, Fit
+from shardengine.core.parts import Core
 from shardengine.errors import MismatchError
 from shardengine.offload import HOST
 from shardengine.optim import AVERAGE, ShardedOptimizer

@@ -7,7 +7,7 @@ from typing import NoReturn
 
 import torch
 
-from shardengine.engine.core import Core
+from shardengine.core.parts import Core
 from shardengine.errors import LossScaleError, NonfiniteGradientError
 from shardengine.optim import LossScaler, Verdict
 

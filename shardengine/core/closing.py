@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from shardengine.comm import Presence, meeting
-from shardengine.engine.core import Core
+from shardengine.core.parts import Core
 from shardengine.errors import CommunicationError, UsageError
 from shardengine.runtime import hooks
 from shardengine.sharding import Elsewhere, LeftShards, inner

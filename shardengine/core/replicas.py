@@ -22,8 +22,8 @@ from torch import Tensor
 
 from shardengine.comm import Purpose
 from shardengine.config import STEPPING_APART, Config
-from shardengine.engine.core import Core
-from shardengine.engine.exchanging import agree, exchange
+from shardengine.core.exchanging import agree, exchange
+from shardengine.core.parts import Core
 from shardengine.errors import UsageError
 from shardengine.kernels import ordered_sum
 from shardengine.optim import Needs, ShardedOptimizer

@@ -35,11 +35,11 @@ from torch import Tensor, nn
 from shardengine.budget import tell_choice
 from shardengine.comm import Purpose, compare, run_on_all_ranks
 from shardengine.config import Config
+from shardengine.core import formulas
+from shardengine.core.assembly import lay_out, sent, succeed
+from shardengine.core.gathering import gathered
+from shardengine.core.parts import Core
 from shardengine.ddp import comm_hooks
-from shardengine.engine import formulas
-from shardengine.engine.assembly import lay_out, sent, succeed
-from shardengine.engine.core import Core
-from shardengine.engine.gathering import gathered
 from shardengine.errors import UsageError
 from shardengine.offload import Forms, Homes, Tier
 from shardengine.optim import ShardedOptimizer, check_groups, check_not_ignored, check_owned, lr_schedules

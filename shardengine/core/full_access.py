@@ -20,8 +20,8 @@ from torch import Tensor
 
 from shardengine.comm import Named, Purpose, compare, run_on_all_ranks
 from shardengine.config import nearest
-from shardengine.engine.core import Core
-from shardengine.engine.gathering import gathered
+from shardengine.core.gathering import gathered
+from shardengine.core.parts import Core
 from shardengine.errors import UsageError
 from shardengine.optim import AVERAGE, ShardedOptimizer
 from shardengine.runtime import Summoned, Unit

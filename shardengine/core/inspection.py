@@ -16,9 +16,9 @@ from torch import nn
 
 from shardengine.comm import STEP, Purpose
 from shardengine.config import Config
+from shardengine.core import formulas
+from shardengine.core.parts import Core
 from shardengine.ddp import Window
-from shardengine.engine import formulas
-from shardengine.engine.core import Core
 from shardengine.errors import UsageError
 from shardengine.optim import Needs, ShardedOptimizer, Verdict, lr_schedules
 

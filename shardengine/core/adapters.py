@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from shardengine.comm import run_on_all_ranks
-from shardengine.engine.core import Core
+from shardengine.core.parts import Core
 
 _log = logging.getLogger(__name__)
 _PROMPT = "get_prompt_embedding_to_save"

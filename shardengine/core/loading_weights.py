@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, _IncompatibleKeys
 
 from shardengine.comm import compare, run_on_all_ranks
-from shardengine.engine.core import Core
-from shardengine.engine.full_access import full_params
+from shardengine.core.full_access import full_params
+from shardengine.core.parts import Core
 from shardengine.errors import UsageError
 from shardengine.sharding import inner
 

@@ -35,9 +35,9 @@ import torch
 from torch import nn
 
 from shardengine.comm import HOOK, Collectives, Failures, Presence, compare, describe, meeting, run_on_all_ranks
+from shardengine.core.inspection import Inspection
+from shardengine.core.parts import Core
 from shardengine.ddp import comm_hooks
-from shardengine.engine.core import Core
-from shardengine.engine.inspection import Inspection
 from shardengine.errors import CommunicationError, UsageError
 from shardengine.optim import ShardedOptimizer
 from shardengine.other_engines import explain_arguments

@@ -15,9 +15,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardengine.comm import Purpose, compare, run_on_all_ranks
-from shardengine.engine import adapters
-from shardengine.engine.core import Core
-from shardengine.engine.gathering import gathered
+from shardengine.core import adapters
+from shardengine.core.gathering import gathered
+from shardengine.core.parts import Core
 from shardengine.errors import CheckpointError, UsageError
 from shardengine.offload import HOST
 from shardengine.sharding import WEIGHT, FullTensors, inner, join, shaped

@@ -6,8 +6,8 @@ import functools
 from typing import Any
 
 from shardengine.comm import run_on_all_ranks
+from shardengine.core.parts import Core
 from shardengine.ddp import comm_hooks
-from shardengine.engine.core import Core
 from shardengine.errors import MismatchError, UsageError
 
 

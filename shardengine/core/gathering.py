@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardengine.comm import Purpose
-from shardengine.engine.core import Core
+from shardengine.core.parts import Core
 from shardengine.sharding import Bucket, FlatSlice, slices_of
 from shardengine.stages import Placement
 

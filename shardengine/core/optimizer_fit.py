@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from shardengine.engine.core import Core
+from shardengine.core.parts import Core
 from shardengine.errors import UsageError
 from shardengine.kernels import REMAINDER
 from shardengine.optim import AVERAGE, ShardedOptimizer, stays

@@ -40,10 +40,10 @@ from shardengine.comm import (
     settle_kernels,
 )
 from shardengine.config import STEPPING_APART, Config
+from shardengine.core import replicas
+from shardengine.core.kernel_trial import KernelTrial
+from shardengine.core.parts import Core
 from shardengine.ddp import BufferSync, CommHook, Reducer, Replicas, Rules, StepState, Window, comm_hooks
-from shardengine.engine import replicas
-from shardengine.engine.core import Core
-from shardengine.engine.kernel_trial import KernelTrial
 from shardengine.errors import ConfigError, UsageError
 from shardengine.loading import Source
 from shardengine.offload import BufferPool, Platform, Tiers

@@ -12,8 +12,8 @@ import torch
 from shardengine import stages
 from shardengine.budget import Footprint, outside_bytes, settled, wire_of
 from shardengine.config import Config
+from shardengine.core.parts import Core
 from shardengine.ddp import comm_hooks
-from shardengine.engine.core import Core
 from shardengine.offload import Homes
 from shardengine.optim import Needs
 from shardengine.sharding import FlatBufferLayout, Layout, Partition

@@ -1,7 +1,7 @@
-"""The parts of one engine, wired, and what they do together. The formulas are ``engine/formulas.py``'s.
+"""The parts of one engine, wired, and what they do together. The formulas are ``core/formulas.py``'s.
 
-Owns: weights that were written, published, awaited. Must not know: how the parts are made (``engine/assembly.py``) and
-taken apart (``engine/closing.py``), steps, the user's loop.
+Owns: weights that were written, published, awaited. Must not know: how the parts are made (``core/assembly.py``) and
+taken down (``core/closing.py``), steps, the user's loop.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 
 from shardengine.comm import compare
-from shardengine.engine.core import Core
+from shardengine.core.parts import Core
 from shardengine.errors import UsageError
 from shardengine.optim import ShardedOptimizer
 from shardengine.sharding import Bucket
