@@ -86,10 +86,10 @@ class Footprint:
                 predicted[weights_place] += (
                     0
                     if weights_place == "device"
-                    else bucket.elements(self.stage.weights_after_backward) * flat_buffer.itemsize
+                    else bucket.sizes[self.stage.weights_after_backward] * flat_buffer.itemsize
                 )
                 if tier is not None:
-                    count = bucket.elements(self.stage.state)
+                    count = bucket.sizes[self.stage.state]
                     predicted[tier.name] += count * state
                     predicted["cpu"] += 0 if gathers else count * gradient
         return predicted
@@ -154,15 +154,15 @@ class Footprint:
         held = rules.accumulate.itemsize * bucket.length if waits else 0
         if (rules.gathers and not (waits and rules.accumulate is wire)) or not (waits or rules.sharded or away):
             gathered = rules.gathers and (waits or rules.sharded)
-            held += wire.itemsize * (bucket.elements(rules.state) if gathered else bucket.length)
+            held += wire.itemsize * (bucket.sizes[rules.state] if gathered else bucket.length)
         apart = self.micro_batches > 1 and not self._fits(flat_buffer)
         sliced = self._resting_bytes(flat_buffer, away=away) if rules.sharded else wire.itemsize if apart else 0
         sliced += rules.accumulate.itemsize if rules.sharded and apart else 0
         summed = rules.gradients if rules.sharded else Placement.SHARDED
         if rules.ends_across:  # what the group has summed is given up before the complete gradient is gathered
-            held = max(held, sliced * bucket.elements(summed))
+            held = max(held, sliced * bucket.sizes[summed])
         else:
-            held += 0 if leaves else sliced * bucket.elements(summed)
+            held += 0 if leaves else sliced * bucket.sizes[summed]
         fraction = self.stage.gradients.fraction(self.layout.ranks, self.layout.replicas)
         rests = 0 if leaves else self._resting_bytes(flat_buffer, away=away) * bucket.length * fraction
         return max(0.0, held - rests)

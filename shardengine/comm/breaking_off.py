@@ -33,19 +33,15 @@ class BreakingOff:
 
     def __init__(self) -> None:
         self._doing = threading.Lock()
-        self._reason = ""
+        self.reason = ""
+        """Why it was broken off, or is at this moment; "" if it was not."""
         self._problem = ""
-
-    @property
-    def reason(self) -> str:
-        """Why it was, or is at this moment; "" where it was not."""
-        return self._reason
 
     def check(self, what: str) -> None:
         """``CommunicationError`` where it was broken off, so that ``what`` cannot begin."""
-        if self._reason:
+        if self.reason:
             raise CommunicationError(
-                f"{what} cannot begin, since what was in flight between the ranks was broken off: {self._reason}"
+                f"{what} cannot begin, since what was in flight between the ranks was broken off: {self.reason}"
             )
 
     @contextmanager
@@ -57,7 +53,7 @@ class BreakingOff:
         with self._doing:
             if self._problem:
                 raise CommunicationError(self._problem)
-            first, self._reason = not self._reason, self._reason or reason
+            first, self.reason = not self.reason, self.reason or reason
             try:
                 yield first
             except CommunicationError as error:

@@ -69,7 +69,7 @@ class Failures:
     """This rank's side of [Note: Failure reports] over one mesh. At one rank nothing is written."""
 
     def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
+        self.mesh = mesh
         self._process = os.getpid()
         self._channel = next(mesh.channels)
         self.issued: Counter[str] = Counter()
@@ -132,12 +132,12 @@ class Failures:
 
     def begin(self) -> None:
         """From now on the other ranks are told in which collective of the program this one stands."""
-        if self._mesh.ranks > 1:
+        if self.mesh.ranks > 1:
             self.board.write_later(self._after())
 
     def set_progress(self, steps: int, micro_batches: int) -> None:
         """How far this rank is: steps that it has completed, micro-batches of the next one."""
-        if (steps, micro_batches) != self._progress and self._mesh.ranks > 1:
+        if (steps, micro_batches) != self._progress and self.mesh.ranks > 1:
             self._progress = (steps, micro_batches)
             self.board.write_later(self._after())
 
@@ -162,7 +162,7 @@ class Failures:
 
     def report(self, report: FailureReport) -> None:
         """Say it; silent where the store is gone, since whoever calls has an error of its own to raise."""
-        if self._mesh.ranks == 1:
+        if self.mesh.ranks == 1:
             return
         self._reported = replace(report, text=report.text[:_TEXT_LIMIT])
         self._write("failure", json.dumps(asdict(self._reported)))
@@ -204,7 +204,7 @@ class Failures:
         why · wait: until it is said.
         """
         may = self.presence.may_become(presence)
-        if self._mesh.ranks == 1 or not self.issued or not may or not self.is_of_this_process:
+        if self.mesh.ranks == 1 or not self.issued or not may or not self.is_of_this_process:
             return
         reason = "" if error is None else f" ({type(error).__name__}: {error})"
         reason = f" (gave up: {self.gave_up})" if self.gave_up else reason
@@ -224,7 +224,7 @@ class Failures:
         if self.departure is None or not self._hosts:
             return
         with suppress(Unreachable):
-            while len(self.departures()) < self._mesh.ranks - 1 and time.monotonic() < deadline:
+            while len(self.departures()) < self.mesh.ranks - 1 and time.monotonic() < deadline:
                 time.sleep(0.05)
         self.board.close(wait_s=1.0)
 
@@ -236,7 +236,7 @@ class Failures:
 
     @property
     def _hosts(self) -> bool:
-        return self._mesh.store_host() == self._mesh.rank
+        return self.mesh.store_host() == self.mesh.rank
 
     def _after(self) -> str:
         """How far this rank is, in words; "" where it is not known."""
@@ -277,8 +277,8 @@ class Failures:
 
     def _describe_unheard(self, missing: set[int], waits: dict[int, Waiting], reason: str) -> str:
         """As ``describe``, without the store ([Note: The store may be gone]). waits: what was heard before."""
-        host = self._mesh.store_host()
-        if host is None or host == self._mesh.rank:
+        host = self.mesh.store_host()
+        if host is None or host == self.mesh.rank:
             said = [f"{_STORE}, cannot be reached ({reason}): the process that hosts it may be gone or stopped"]
         else:
             said = [f"Missing: rank {host} cannot be reached ({reason}), so it is gone or stopped; it hosts {_STORE}"]
@@ -323,8 +323,8 @@ class Failures:
     def place(self) -> str:
         """For errors: where this rank is."""
         if not self._place:
-            return f"rank {self._mesh.rank} goes on"
-        return f"this rank ({self._mesh.rank}) {'is in' if self._inside else 'has left'} {self._place}"
+            return f"rank {self.mesh.rank} goes on"
+        return f"this rank ({self.mesh.rank}) {'is in' if self._inside else 'has left'} {self._place}"
 
     @property
     def presence(self) -> Presence:
@@ -340,11 +340,6 @@ class Failures:
     def is_of_this_process(self) -> bool:
         """Not of one that has forked this one."""
         return self._process == os.getpid()
-
-    @property
-    def mesh(self) -> Mesh:
-        """Whose ranks speak here."""
-        return self._mesh
 
     def _write(self, kind: str, text: str) -> None:
         with suppress(Unreachable):  # those who read say so

@@ -27,7 +27,7 @@ def gathered(
     They are of one length. Collective: one all-gather for all of them, none where this rank has everything.
     """
     plan, layout = core.layout, bucket.layout
-    if layout.elements(placement) == layout.length:
+    if layout.sizes[placement] == layout.length:
         found = slices_of(plan, layout, layout.interval(placement, bucket.rank), tensors)
         yield (part._replace(values=part.values.to(dtype)) for part in found)
         return

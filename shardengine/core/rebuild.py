@@ -274,7 +274,7 @@ def _forms(core: Core, planned: _Planned, optimizer: ShardedOptimizer) -> Iterat
         dtype = getattr(torch, flat_buffer.dtype)
         stepped = any(specs[slot.parameter].is_stepped for slot in flat_buffer.slots)
         for bucket in flat_buffer.buckets:
-            length = bucket.elements(core.stage.state)
+            length = bucket.sizes[core.stage.state]
             tier = homes.state.get(bucket.index)
             master = core.precision.master_dtype(dtype, copied=homes.needs_copy(bucket.index))
             if tier is not None and stepped and master is not None:
@@ -282,7 +282,7 @@ def _forms(core: Core, planned: _Planned, optimizer: ShardedOptimizer) -> Iterat
             if tier is not None and (forms := needs.forms.get(flat_buffer.family)):
                 yield tier, {name: (form.length(length), form.dtype) for name, form in forms.items()}
             if homes.weights is not None and core.stage.moves_weights:
-                yield homes.weights, {SHARD: (bucket.elements(core.stage.weights_after_backward), dtype)}
+                yield homes.weights, {SHARD: (bucket.sizes[core.stage.weights_after_backward], dtype)}
 
 
 def _carry_out(core: Core, model: nn.Module, config: Config, planned: _Planned, optimizer: ShardedOptimizer) -> Core:

@@ -47,6 +47,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -92,32 +93,32 @@ class Rules:
         ``groups``."""
         return replace(self, apart=True, divisor=self.divisor * count / groups)
 
-    @property
+    @cached_property
     def complete(self) -> Placement:
         """Where the complete gradient is made."""
         return Placement.SHARDED_INSIDE if self.apart else Placement.SHARDED
 
-    @property
+    @cached_property
     def summed(self) -> Placement:
         """Where the window's last reduction brings gradients."""
         return Placement.PARTIAL_ACROSS if self.apart else Placement.SHARDED
 
-    @property
+    @cached_property
     def sharded(self) -> bool:
         """Whether each micro-batch is reduced at once (the letters S and SP)."""
         return self.gradients.sharded_over is not None
 
-    @property
+    @cached_property
     def gathers(self) -> bool:
         """Whether a rank needs more of the complete gradient than is made there."""
         return self.state is not self.complete
 
-    @property
+    @cached_property
     def steps_everything(self) -> bool:
         """Whether every rank steps all weights."""
         return self.state is Placement.REPLICATED
 
-    @property
+    @cached_property
     def ends_across(self) -> bool:
         """Whether sums of shard groups wait for the last micro-batch, after which they are added up (SP)."""
         return self.gradients is Placement.PARTIAL_ACROSS and not self.apart
@@ -237,7 +238,9 @@ class GradientBucket:
         self._layout = layout
         self.partial = LocalSum(bucket, layout, pool)
         self.late = LocalSum(bucket, layout, pool)
-        self.ready: set[int] = set()
+        self._delivered: set[int] = set()
+        self.is_ready = False
+        """Whether the running backward has delivered a gradient of every parameter, or will deliver no more."""
         self.total: Tensor | None = None
         self.complete: Tensor | None = None
         self.whole: Tensor | None = None
@@ -253,23 +256,36 @@ class GradientBucket:
     def own(self) -> dict[int, tuple[int, int]]:
         """Parameter → where its elements begin and end in ``complete``, if any are there."""
         if self.placed not in self._own_in:
-            first, last = self.bucket.layout.interval(self.placed, self.bucket.rank)
+            first, last = self.bucket.own[self.placed]
             own = self._layout.pieces_within(self.bucket.layout, (first, last))
             self._own_in[self.placed] = {piece.parameter: (piece.start - first, piece.end - first) for piece in own}
         return self._own_in[self.placed]
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether the running backward has delivered a gradient of every parameter."""
-        return len(self.ready) == len(self.pieces)
+    def has_delivered(self, parameter: int) -> bool:
+        """Whether the running backward has delivered a gradient of ``parameter``."""
+        return parameter in self._delivered
+
+    def add_gradient(self, parameter: int, gradient: Tensor, dtype: torch.dtype) -> bool:
+        """Add ``gradient``, as of ``LocalSum.add``, to the partial sum. Returns whether the bucket is ready now."""
+        self.partial.add(parameter, gradient, dtype)
+        self._deliver({parameter})
+        return self.is_ready
+
+    def _deliver(self, parameters: Collection[int]) -> None:
+        self._delivered.update(parameters)
+        self.is_ready = len(self._delivered) == len(self.pieces)
+
+    def _restart_delivery(self) -> None:
+        self._delivered.clear()
+        self.is_ready = False
 
     def expect_no_more(self) -> None:
         """Nothing more comes in the running backward: what has not come is zero."""
-        self.ready |= self.pieces.keys()
+        self._deliver(self.pieces.keys())
 
     def expect_only(self, parameters: Collection[int]) -> None:
         """The backward that begins brings none but ``parameters``: what else the bucket holds is zero."""
-        self.ready |= self.pieces.keys() - parameters
+        self._deliver(self.pieces.keys() - parameters)
 
     @property
     def gradient(self) -> Tensor | None:
@@ -307,7 +323,7 @@ class GradientBucket:
     def gradient_interval(self) -> tuple[int, int]:
         """Where ``gradient`` lies in the flat buffer."""
         placement = self.placed if self.whole is None else self.bucket.state
-        return self.bucket.layout.interval(placement, self.bucket.rank)
+        return self.bucket.own[placement]
 
     def name_of(self, parameter: int) -> str:
         """The name of one of the bucket's parameters."""
@@ -315,14 +331,14 @@ class GradientBucket:
 
     def settle(self, dtype: torch.dtype) -> None:
         """A backward is over: move what waits; nothing is ready for the next one. dtype: of a sum begun here."""
-        self.ready.clear()
+        self._restart_delivery()
         for place, begun_in in ((self.partial, dtype), (self.late, torch.float32)):
             if place.waiting:
                 place.settle(begun_in)
 
     def take_slice(self, dtype: torch.dtype, placement: Placement = Placement.SHARDED) -> Tensor:
         """Memory from the pool for what a rank has of it, where it rests."""
-        return self._pool.take(self.bucket.layout.elements(placement), dtype, on_host=self._spill is not None)
+        return self._pool.take(self.bucket.layout.sizes[placement], dtype, on_host=self._spill is not None)
 
     def hand_over_total(self, dtype: torch.dtype | None = None) -> Tensor | None:
         """``total`` in ``dtype`` (None: as it is), in a buffer of the pool, which is the caller's from now on."""
@@ -446,7 +462,7 @@ class GradientBucket:
     def _place_for_complete(self, rules: Rules) -> Tensor:
         """``total`` or this rank's slice of ``partial`` where it can hold the wire's dtype, else new memory."""
         partial, candidates, layout = self.partial.tensor, [self.total], self.bucket.layout
-        sized = not rules.sharded or layout.elements(rules.complete) == layout.length  # else all of it is kept alive
+        sized = not rules.sharded or layout.sizes[rules.complete] == layout.length  # else all of it is kept alive
         if partial is not None and sized and not self.leaves:
             candidates.append(self.bucket.own_slice(partial, rules.complete))
         for memory in candidates:
@@ -462,7 +478,7 @@ class GradientBucket:
         if whole is not None and whole.dtype is self.wire:
             whole = self.bucket.own_slice(whole, state)
         else:
-            whole = self._pool.take(self.bucket.layout.elements(state), self.wire)
+            whole = self._pool.take(self.bucket.layout.sizes[state], self.wire)
             own = self.bucket.own_slice(whole, Placement.SHARDED, of=state)
             own.copy_(complete)
             self.drop_complete()
@@ -508,7 +524,7 @@ class GradientBucket:
 
     def release(self) -> None:
         """Forget the window."""
-        self.ready.clear()
+        self._restart_delivery()
         self._give_fetched()
         self.drop_complete()
         self.late.drop()

@@ -297,14 +297,12 @@ class Reducer:
         if self._came is not None:
             self._came[parameter] = None
         gradient = flat_gradient(gradient, self.views.layout.parameters[parameter])
-        again, synchronise = parameter in states[0].ready, self._mode.synchronise
+        again, synchronise = states[0].has_delivered(parameter), self._mode.synchronise
         for state in states:
             if again and synchronise:
                 state.late.add(parameter, gradient, torch.float32)
                 continue
-            state.partial.add(parameter, gradient, self._dtype_of_partial(state))
-            state.ready.add(parameter)
-            if not state.is_ready:
+            if not state.add_gradient(parameter, gradient, self._dtype_of_partial(state)):
                 continue
             if not synchronise:
                 state.partial.settle(self._dtype_of_partial(state))
@@ -528,7 +526,7 @@ class Reducer:
         parameters = late.intersection(state.pieces)
         if parameters:
             rules = self._today
-            summed = self._pool.take(state.bucket.layout.elements(rules.complete), torch.float32)
+            summed = self._pool.take(state.bucket.layout.sizes[rules.complete], torch.float32)
 
             def on_complete(terms: Sequence[Tensor]) -> None:
                 ordered_sum(terms, summed, divisor=rules.divisor, rounded=state.wire, reduce_dtype=rules.reduce)
@@ -698,7 +696,7 @@ class Reducer:
         """``sent`` is added up inside of the group, what waits in ``total`` joins; what then begins brings another
         group's sum beside it, and hands both to ``on_complete``. then: ``sent`` is not used any more."""
         rules, earlier = self._today, state.hand_over_total()
-        summed = self._pool.take(state.bucket.layout.elements(rules.complete), rules.reduce)
+        summed = self._pool.take(state.bucket.layout.sizes[rules.complete], rules.reduce)
 
         def add_up(terms: Sequence[Tensor]) -> None:
             ordered_sum(terms, summed, total=earlier, reduce_dtype=rules.reduce)

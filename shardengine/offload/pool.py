@@ -37,7 +37,7 @@ class BufferPool:
 
     def take(self, length: int, dtype: torch.dtype, *, on_host: bool = False) -> Tensor:
         """A flat tensor with undefined contents, on the device, or in host memory where that is another one."""
-        on_host &= self._platform.is_apart
+        on_host = on_host and self._platform.is_apart
         free = self._free.get((dtype, length, on_host))
         if free:
             return free.pop()

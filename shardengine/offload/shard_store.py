@@ -39,14 +39,11 @@ class ShardStore(ABC):
     def __init__(self, device: torch.device, tier: str = "device") -> None:
         self.device = device
         self.tier = tier
+        self.away = tier != "device"
+        """Whether they are kept in another tier than the device."""
         self.length = 0
         self.sizes: dict[str, int] = {}
         """Bytes of each tensor."""
-
-    @property
-    def away(self) -> bool:
-        """Whether they are kept in another tier than the device."""
-        return self.tier != "device"
 
     @abstractmethod
     def add(self, tensors: Mapping[str, Tensor]) -> None:

@@ -375,7 +375,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         if tuple(map(self.arithmetic.family, self.param_groups)) != self._families:
             raise UsageError("optimizer: use_muon of a group was changed after initialize, expected it to stay")
-        if any(self._missing_states(state.bucket) for state in self._reducer.buckets):
+        forms = self.needs.forms
+        if any(self._missing_states(state.bucket, forms) for state in self._reducer.buckets):
             raise UsageError(
                 "SGD: momentum was raised from 0 after initialize; expected momentum from the start"
                 if self.kind == "SGD"
@@ -457,7 +458,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _place_for_returned(self, index: int) -> Tensor:
         bucket = self._reducer.buckets[index].bucket
-        length = bucket.layout.elements(bucket.state)
+        length = bucket.layout.sizes[bucket.state]
         return torch.empty(length, dtype=matrices.DTYPE, device=bucket.state_store.device)
 
     def step_early(self, state: GradientBucket) -> None:
@@ -466,7 +467,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         index = state.bucket.layout.index
         stepped = {parameter for parameter in state.pieces if self._counted(parameter) is not None}
         may = self.stepped_early.may(state) and stepped <= self._reducer.used
-        if not may or self._missing_states(state.bucket):
+        if not may or self._missing_states(state.bucket, self.needs.forms):
             return
         if self.settings.scaler is not None and state.complete is not None and not math.isfinite(state.complete.sum()):
             return  # it waits for the step, which is an error then
@@ -474,9 +475,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         then = [each.bucket.state_store for each in self._reducer.following(index)[:_AHEAD]]
         self.stepped_early.begin(state, parts, self._reducer.way_back, self._reading, then)
 
-    def _missing_states(self, bucket: Bucket) -> set[str]:
-        """SGD's momentum, where it was raised from 0."""
-        return set(self.forms_in(bucket)) - bucket.state_store.sizes.keys()
+    def _missing_states(self, bucket: Bucket, forms: Mapping[int, Forms]) -> set[str]:
+        """The states that ``bucket`` lacks: SGD's momentum, if it was raised from 0. forms: as in ``Needs``."""
+        return forms.get(bucket.flat_buffer.layout.family, {}).keys() - bucket.state_store.sizes.keys()
 
     def _parts(self, spans_of: dict[Label, Spans]) -> list[Part]:
         return [(self._action(label), spans) for label, spans in spans_of.items()]

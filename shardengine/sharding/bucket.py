@@ -84,6 +84,8 @@ class Bucket:
         self.rests = rests
         self.weight_store: ShardStore | None = None
         self.kept_inside: Tensor | None = None
+        self.own = {each: layout.interval(each, rank) for each in Placement}
+        """This rank's elements at each placement: [first, end) in the flat buffer."""
 
     @property
     def placement(self) -> Placement:
@@ -116,25 +118,25 @@ class Bucket:
 
     def begin_states(self, forms: Mapping[str, StateForm]) -> None:
         """Zeros for each optimizer state, of what this rank steps."""
-        count = self.layout.elements(self.state)
+        count = self.layout.sizes[self.state]
         self.state_store.add_zeros({name: (form.length(count), form.dtype) for name, form in forms.items()})
 
     def own_slice(self, full: Tensor, placement: Placement, of: Placement = Placement.REPLICATED) -> Tensor:
         """What this rank holds where ``placement`` says so, of a tensor that is placed as ``of`` says: by default one
         of the bucket's full length."""
-        first, end = self.layout.interval(placement, self.rank)
-        start, _ = self.layout.interval(of, self.rank)
+        first, end = self.own[placement]
+        start, _ = self.own[of]
         return full[first - start : end - start]
 
     @property
     def interval(self) -> tuple[int, int]:
         """Where ``weights`` lie in the flat buffer."""
-        return self.layout.interval(self.placement, self.rank)
+        return self.own[self.placement]
 
     @property
     def state_interval(self) -> tuple[int, int]:
         """Where what this rank steps lies in the flat buffer."""
-        return self.layout.interval(self.state, self.rank)
+        return self.own[self.state]
 
     def weights(self, *, writable: bool = False) -> Tensor:
         """What is kept on this rank: all of it where it is replicated, else the shard. writable: to be written to."""
@@ -151,7 +153,7 @@ class Bucket:
     @property
     def rests_apart(self) -> bool:
         """Whether a shard needs memory of its own: at one rank, in the device's memory, ``full`` is it."""
-        return self.layout.elements(self.rests) < self.layout.length or self.flat_buffer.homes.weights is not None
+        return self.layout.sizes[self.rests] < self.layout.length or self.flat_buffer.homes.weights is not None
 
     def detach_shard(self, tier: Tier | None = None) -> None:
         """Keep the shard in memory of its own, or in ``tier``, so that ``full`` can be released."""
@@ -268,7 +270,7 @@ class Bucket:
     @property
     def is_stepped_apart(self) -> bool:
         """Whether one of host and device computes the update, and the weights are kept with the other."""
-        return self.flat_buffer.platform.is_apart and self.state_store.away != self.weights_away
+        return self.state_store.away != self.weights_away and self.flat_buffer.platform.is_apart
 
     @property
     def loads_from_away(self) -> bool:

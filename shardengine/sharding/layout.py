@@ -82,7 +82,7 @@ class ParameterSpec:
         rows = self.sparse and self.trainable and len(self.shape) > 1 and not self.order
         return self.numel // self.shape[0] if rows else 0
 
-    @property
+    @cached_property
     def is_stepped(self) -> bool:
         """Whether an optimizer steps it."""
         return self.group >= 0
@@ -173,7 +173,7 @@ class BucketLayout:
 
     def slice_at(self, placement: Placement, number: int) -> tuple[int, int]:
         """Slice ``number``, counted in the order of the elements, in coordinates of the flat buffer."""
-        length = self.elements(placement)
+        length = self.sizes[placement]
         first = self.start + number * length
         return first, first + length
 
@@ -182,9 +182,10 @@ class BucketLayout:
         group, place = divmod(rank, self.ranks // self.replicas)
         return {Axis.ALL: place * self.replicas + group, Axis.INSIDE: place, None: 0}[placement.sharded_over]
 
-    def elements(self, placement: Placement) -> int:
-        """How many elements one rank holds of a tensor that is placed so."""
-        return self.length // placement.slices(self.ranks, self.replicas)
+    @cached_property
+    def sizes(self) -> dict[Placement, int]:
+        """Elements that one rank holds of a tensor with each placement."""
+        return {each: self.length // each.slices(self.ranks, self.replicas) for each in Placement}
 
 
 @dataclass(frozen=True)

@@ -43,20 +43,16 @@ class Placement(enum.Enum):
     SHARDED_INSIDE = "SR"  #: a slice for each rank of a shard group, the same in all groups
     PARTIAL_ACROSS = "SP"  #: a slice for each rank of a shard group, still to be summed over the groups
 
-    @property
-    def inside(self) -> str:
+    def __init__(self, letters: str) -> None:
+        self.inside = letters[0]
         """The letter inside of a shard group."""
-        return self.value[0]
-
-    @property
-    def across(self) -> str:
+        self.across = letters[-1]
         """The letter across the groups."""
-        return self.value[-1]
-
-    @property
-    def sharded_over(self) -> Axis | None:
+        over = Axis.ALL if self.across == "S" else Axis.INSIDE
+        self.sharded_over: Axis | None = over if self.inside == "S" else None
         """The axis whose ranks hold a slice each; None: each rank has the full size."""
-        return None if self.inside != "S" else Axis.ALL if self.across == "S" else Axis.INSIDE
+
+    __hash__ = object.__hash__  # members are singletons; the hash of their names is slower
 
     def slices(self, ranks: int, replicas: int = 1) -> int:
         """Into how many slices the full size is cut. replicas: shard groups of the ``ranks``."""

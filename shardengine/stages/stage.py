@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 
 from shardengine.errors import InternalError
 from shardengine.stages.placement import Axis, Operation, Placement, axes, operation, wire_fraction
@@ -75,44 +76,44 @@ class Stage:
         if problem:
             raise InternalError(f"stage {self.name!r}: {problem}")
 
-    @property
+    @cached_property
     def is_hybrid(self) -> bool:
         """Whether the two axes of the mesh have different letters, so that there have to be shard groups."""
         found = (self.weights_after_forward, self.weights_after_backward, self.gradients, self.state)
         return any(each.inside != each.across for each in found)
 
-    @property
+    @cached_property
     def moves_weights(self) -> bool:
         """Whether weights rest sharded, so that units are gathered for compute."""
         return self.weights_after_backward.sharded_over is not None
 
-    @property
+    @cached_property
     def reshards_after_forward(self) -> bool:
         """Whether a unit gives its weights back between its forward and its backward."""
         return self.weights_after_forward.sharded_over is not None
 
-    @property
+    @cached_property
     def keeps_inside_after_forward(self) -> bool:
         """Whether a rank keeps more of a unit from its forward to its backward than rests with it: its group's slice,
         so that the gather for backward stays inside of the group."""
         return self.reshards_after_forward and self.weights_after_forward is not self.weights_after_backward
 
-    @property
+    @cached_property
     def reduces_every_micro_batch(self) -> bool:
         """Whether each micro-batch's gradients are reduced at once (S, or SP) or kept full-size (P)."""
         return self.gradients.sharded_over is not None
 
-    @property
+    @cached_property
     def gathers_gradients(self) -> bool:
         """Whether the complete gradient is gathered, because a rank steps more than its slice of all ranks."""
         return operation(Placement.SHARDED, self.state) is Operation.ALL_GATHER
 
-    @property
+    @cached_property
     def steps_everything(self) -> bool:
         """Whether every rank steps all weights, with whole gradients."""
         return self.state is Placement.REPLICATED
 
-    @property
+    @cached_property
     def publishes_after_step(self) -> bool:
         """Whether stepped shards are gathered into resting full weights after the step."""
         return operation(self.state, self.weights_after_backward) is Operation.ALL_GATHER

@@ -238,7 +238,7 @@ def bytes_of(stage: str, kept_in: str, tier: dict[str, Any]) -> dict[str, Any]:
     assert optimizer is not None
     held = [flat for state in core.reducer.buckets for flat in state.bucket.state_store.tensors().values()]
     found = {
-        "elements": sum(bucket.elements(core.stage.state) for bucket in core.layout.buckets),
+        "elements": sum(bucket.sizes[core.stage.state] for bucket in core.layout.buckets),
         "bytes": sum(flat.untyped_storage().nbytes() for flat in held) if "nvme" not in repr(tier) else None,
         "memory": engine.memory(),
         "starts": {slot.start % 256 for flat in core.layout.flat_buffers for slot in flat.slots},
@@ -273,7 +273,7 @@ def five_bytes(stage: str) -> dict[str, Any]:
     engine = cases.make_engine(cases.make_gpt2(), config)
     cases.run_micro_batch(engine, cases.loss_of, 0, 0)
     buckets, count = [state.bucket for state in engine._core.reducer.buckets], 0
-    elements = sum(bucket.layout.elements(bucket.state) for bucket in buckets)
+    elements = sum(bucket.layout.sizes[bucket.state] for bucket in buckets)
     for bucket in buckets:
         count += sum(flat.untyped_storage().nbytes() for flat in bucket.state_store.tensors().values())
         count += bucket.stepped_weights(writable=False).nbytes
