@@ -53,12 +53,12 @@ class Moment(Protocol):
 
 
 class HostMoment:
-    """When it was made."""
+    """A time of the host. time: of ``now``; None: this moment."""
 
     reached = True
 
-    def __init__(self) -> None:
-        self._time = now()
+    def __init__(self, time: int | None = None) -> None:
+        self._time = now() if time is None else time
 
     def since(self, earlier: HostMoment) -> int:
         """As ``Moment``'s."""
@@ -131,6 +131,10 @@ class Trace:
         """The compute lane stood still for a collective from ``start`` to ``end``."""
         self._waits.append((start, end))
         self.add(WAITING, name, start, end)
+
+    def host_waited(self, name: str, since: int) -> None:
+        """The host waited for a collective from ``since``, a time of ``now``, to this moment."""
+        self.waited(name, HostMoment(since), HostMoment())
 
     @property
     def waited_ns(self) -> int:

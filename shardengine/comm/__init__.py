@@ -8,10 +8,10 @@ rendezvous       which rank this is: the variables of torchrun, SLURM and MPI
 launcher         ranks from a script
 rank_failure     why the process of a rank ended, and which of several was first
 wire             torch's data operations, the only file that calls them
-slices           what travels of a reduce-scatter
-collectives      the same by what they bring where, counted and compared
+transfer         collectives of buckets, compiled once per layout
+collectives      data operations by what they bring where
 group_speed      how long collectives of the group last, measured
-work             a collective in flight, and waiting for it
+work             a collective from its start to the end of its wait: counted, compared, waited for
 flight_recorder  what was issued, and where ranks differ
 failures         what ranks tell each other: failures, progress, departures
 positions        where each rank is, and which of them wait for each other
@@ -33,7 +33,7 @@ from __future__ import annotations
 from shardengine.comm import agreement, devices, meeting, mesh, nodes, rendezvous
 from shardengine.comm.advice import BLOCKS, EVALUATE, gathering
 from shardengine.comm.agreement import compare, describe, run_on_all_ranks, settle_kernels
-from shardengine.comm.collectives import Collectives, Named, OnComplete, Parts, Subject, Way
+from shardengine.comm.collectives import Chunks, Collectives, Named
 from shardengine.comm.failures import Failures
 from shardengine.comm.flight_recorder import HOOK, STEP, Purpose
 from shardengine.comm.group_kind import GroupKind, GroupName
@@ -42,7 +42,7 @@ from shardengine.comm.launcher import cores, default_ranks, host_threads, launch
 from shardengine.comm.mesh import Mesh, Store, await_the_others
 from shardengine.comm.positions import Presence
 from shardengine.comm.rank_failure import RankFailure
-from shardengine.comm.slices import Coding
+from shardengine.comm.transfer import Coding, CollectiveLabel, OnComplete, TransferOptions
 from shardengine.comm.wire import Wire
 from shardengine.comm.work import Work
 
@@ -51,7 +51,9 @@ __all__ = [
     "EVALUATE",
     "HOOK",
     "STEP",
+    "Chunks",
     "Coding",
+    "CollectiveLabel",
     "Collectives",
     "Failures",
     "GroupKind",
@@ -60,13 +62,11 @@ __all__ = [
     "Mesh",
     "Named",
     "OnComplete",
-    "Parts",
     "Presence",
     "Purpose",
     "RankFailure",
     "Store",
-    "Subject",
-    "Way",
+    "TransferOptions",
     "Wire",
     "Work",
     "agreement",

@@ -12,6 +12,7 @@ import itertools
 import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -55,16 +56,15 @@ STEP = (
 )
 
 
-class CollectiveRecord(NamedTuple):
-    """What a collective is. sequence: among all that this rank issued; place: among those of its group.
+@dataclass(frozen=True)
+class Collective:
+    """The facts of a collective that stay the same whenever it is issued.
 
-    what: the bucket, or what is exchanged · names: the parameters in it · sent: bytes that this rank sends · agreed:
-    those of all ranks, where each sends another number; None: ``sent`` is the same on all of them · members: the ranks
-    that it is between, () for all.
+    what: the bucket, or the exchange · names: the parameters in it · sent: bytes that this rank sends · agreed: bytes
+    that all ranks know, if each sends another number; None: ``sent`` is the same on all of them · members: the ranks
+    that take part, () for all · begun_here: False if a user's hook has begun it.
     """
 
-    sequence: int
-    place: int
     group: GroupName
     operation: str
     what: str
@@ -75,43 +75,57 @@ class CollectiveRecord(NamedTuple):
     members: tuple[int, ...] = ()
     begun_here: bool = True
 
-    @property
+    @functools.cached_property
     def subject(self) -> str:
-        """The bucket with its parameters, or what is exchanged."""
+        """The bucket with its parameters, or the exchange."""
         return _subject(self.what, self.names)
 
-    @property
+    @functools.cached_property
     def title(self) -> str:
-        """In a trace."""
+        """Its name in a trace."""
         return f"{self.operation} {self.what}" if self.what else self.operation
 
-    @property
+    @functools.cached_property
     def summary(self) -> str:
-        """What ranks must agree on: the same at every step."""
-        return _summary(self.operation, self.what, self.names, self._alike)
+        """The text that ranks must agree on: the same at every step."""
+        return f"{self.operation} of {self.subject}, {self.alike} bytes"
 
-    @property
-    def debug_text(self) -> str:
-        """What debug mode compares."""
-        return f"{self.sequence} {self.operation} {self._alike} bytes {self.subject}"
-
-    @property
-    def _alike(self) -> int:
+    @functools.cached_property
+    def alike(self) -> int:
         """Bytes of which every rank knows the same number."""
         return self.sent if self.agreed is None else self.agreed
 
+    @functools.cached_property
+    def counts_as(self) -> GroupName:
+        """The group with whose collectives its order is compared, see ``GroupName``."""
+        return self.group.counts_as
+
+
+class CollectiveRecord(NamedTuple):
+    """A collective that was issued. sequence: among all that this rank issued; place: among those of its group."""
+
+    sequence: int
+    place: int
+    of: Collective
+
+    @property
+    def debug_text(self) -> str:
+        """The text that debug mode compares."""
+        return f"{self.sequence} {self.of.operation} {self.of.alike} bytes {self.of.subject}"
+
     def describe(self, rank: int) -> str:
         """For errors."""
-        return f"{self.operation} number {self.place} on rank {rank} for {self.subject}"
+        return f"{self.of.operation} number {self.place} on rank {rank} for {self.of.subject}"
 
     def waiting(self, rank: int) -> Waiting:
         """For the other ranks, while this one waits."""
-        key = f"{self.group} {self.place} {self.operation} {self.subject}"
-        shape = f"{self.operation} {self._alike}"
-        alone = self.purpose is Purpose.EVALUATION or asks(self.what, grad=False)
+        of = self.of
+        key = f"{of.group} {self.place} {of.operation} {of.subject}"
+        shape = f"{of.operation} {of.alike}"
+        alone = of.purpose is Purpose.EVALUATION or asks(of.what, grad=False)
         where = "a forward without grad" if alone else ""
-        members = list(self.members)
-        return Waiting(self.describe(rank), key, self.group, self.place, shape, where=where, members=members)
+        members = list(of.members)
+        return Waiting(self.describe(rank), key, of.group, self.place, shape, where=where, members=members)
 
 
 @functools.lru_cache(maxsize=65536)
@@ -119,11 +133,6 @@ def _subject(what: str, names: tuple[str, ...]) -> str:
     """Made once: every step moves the same buckets."""
     shown = _shorten(names)
     return f"{what} ({shown})" if what and shown else what or shown
-
-
-@functools.lru_cache(maxsize=65536)
-def _summary(operation: str, what: str, names: tuple[str, ...], sent: int) -> str:
-    return f"{operation} of {_subject(what, names)}, {sent} bytes"
 
 
 def _shorten(names: Sequence[str], limit: int = 4) -> str:
@@ -143,12 +152,13 @@ class FlightRecorder:
         self._counts = dict.fromkeys(groups, 0)
         self._digests = dict.fromkeys(groups, 0)
 
-    def note(self, group: str, text: str) -> None:
-        """``text`` says what is issued now; other groups than those of the start are left out."""
+    def add(self, issued: Collective) -> None:
+        """``issued`` is issued now; other groups than those of the start are left out."""
+        group = issued.counts_as
         if group in self._texts:
-            self._texts[group].append(text)
+            self._texts[group].append(issued.summary)
             self._counts[group] += 1
-            self._digests[group] = zlib.crc32(text.encode(), self._digests[group])
+            self._digests[group] = zlib.crc32(issued.summary.encode(), self._digests[group])
 
     def digest(self) -> Tensor:
         """Of everything noted: uint8, 4 bytes per group."""

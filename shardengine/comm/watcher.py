@@ -66,7 +66,7 @@ class Watcher:
 
     def issued(self, record: CollectiveRecord, work: dist.Work) -> None:
         """A collective is in flight; those of one group end in the order in which they were issued."""
-        self._latest[record.group] = (record, work)
+        self._latest[record.of.group] = (record, work)
         if self._thread is None:
             self._begin()
 

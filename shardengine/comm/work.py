@@ -1,6 +1,9 @@
-"""A collective in flight, and the wait for it. Owns: waiting under the watchdog, the error of a wait that failed.
+"""A collective from its start to the end of its wait. Owns: counters of bytes and of collectives, the comparison in
+debug mode, the wait under the watchdog, the errors.
 
-Must not know: what is sent, why and by which operation.
+Every collective passes through a ``Ledger``. It counts the bytes, compares the collective across ranks in debug mode,
+and turns a failure into an error that names operation, bucket, parameters and ranks. Must not know: the operations of
+torch, and the reasons for which something is sent.
 
 [Note: Waiting in slices] On gloo a wait is cut into slices; one that ends early leaves the operation running. Between
 slices this rank looks at what the others say (failures: [Note: Failure reports]). On NCCL ``wait`` only orders streams
@@ -10,18 +13,24 @@ watcher.
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from shardengine.comm.failures import Failures
-from shardengine.comm.flight_recorder import CollectiveRecord
+from shardengine.comm.flight_recorder import Collective, CollectiveRecord, FlightRecorder, Purpose
 from shardengine.comm.group_kind import GroupName
 from shardengine.comm.mesh import Mesh
 from shardengine.comm.watchdog import NOBODY_MISSING, Watchdog
-from shardengine.errors import CommunicationError, MismatchError
+from shardengine.comm.watcher import Watcher
+from shardengine.errors import CommunicationError, InternalError, MismatchError
+from shardengine.offload import CopyStream
+from shardengine.trace import COMMUNICATION, HostMoment, Moment, Trace, now
 
 _SLICE = timedelta(seconds=0.5)
 _SHORT_SLICE = timedelta(milliseconds=5)
@@ -33,7 +42,8 @@ _BACKENDS = ("gloo", "nccl", "connection")
 class Work:
     """A collective in flight. ``wait`` blocks until its result may be used (on CUDA: makes the stream wait).
 
-    works: torch's · wait_for: blocks until their data is there · on_complete: the local part, called once.
+    works: torch's · wait_for: blocks until their data is there · on_complete: the local part, called once · wait_here:
+    makes the current stream, on which nothing else waits, wait for all of ``works``, waited for or not.
     """
 
     def __init__(
@@ -41,10 +51,12 @@ class Work:
         works: Sequence[dist.Work] = (),
         wait_for: Callable[[Sequence[dist.Work]], None] = lambda works: None,
         on_complete: Callable[[], None] | None = None,
+        wait_here: Callable[[], None] = lambda: None,
     ) -> None:
         self._works = works
         self._wait_for = wait_for
         self._on_complete = on_complete
+        self.wait_here = wait_here
         self._follow: Callable[[], Work] | None = None
         self._at_end: Callable[[], None] | None = None
 
@@ -90,9 +102,159 @@ class Work:
                 part()
 
 
+class _HeldUp(NamedTuple):
+    """Who waited for a collective (None: the host), and from when to when."""
+
+    stream: Any
+    start: Moment
+    end: Moment
+
+
+class Ledger:
+    """Starts every collective over one mesh, and waits for it. ``sent``: bytes by purpose, as the algorithm needs.
+
+    trace, sent: of this rank, over all meshes · overlap: collectives run beside the computation; if not, each is waited
+    for where it starts · before: the ledger of the groups that ``mesh`` replaces · compare: called in debug mode before
+    each collective of data, with the text that is the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        trace: Trace,
+        sent: Counter[Purpose],
+        *,
+        overlap: bool,
+        before: Ledger | None,
+        compare: Callable[[str], None] | None,
+    ) -> None:
+        self.mesh, self.trace, self.sent = mesh, trace, sent
+        self._overlap, self._compare = overlap, compare
+        self.failures = Failures(mesh)
+        self._watcher = Watcher(self.failures) if mesh.kind.breaks_off and mesh.ranks > 1 else None
+        self._sequence = 0
+        self._is_replaced = False
+        if before is not None:
+            self.failures.take_over_progress(before.failures)
+            before._is_replaced = True
+        self.flight_recorder = FlightRecorder((GroupName.GATHER, GroupName.REDUCE))
+
+    def record(self, what: Collective) -> CollectiveRecord:
+        """Number ``what``, which is issued next."""
+        if what.purpose is not Purpose.CONTROL:
+            self._sequence += 1
+        issued = self.failures.issued
+        issued[what.group] += 1
+        self.flight_recorder.add(what)
+        return CollectiveRecord(self._sequence, issued[what.group], what)
+
+    def start(
+        self,
+        what: Collective,
+        call: Callable[[], list[dist.Work]],
+        on_complete: Callable[[], None] | None = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Work:
+        """Count it, compare it across ranks in debug mode, and start it; without overlap wait for it here.
+
+        call: begins it and returns torch's works · meanwhile: called again and again while the host waits.
+        ``InternalError`` after ``reset`` has made new groups: whoever holds a transfer of the old ones must drop it.
+        """
+        if self._is_replaced:
+            raise InternalError(f"{what.title}: its transfer was compiled for groups that reset() has replaced")
+        return self.issue(self.record(what), call, on_complete, meanwhile)
+
+    def issue(
+        self,
+        record: CollectiveRecord,
+        call: Callable[[], list[dist.Work]],
+        on_complete: Callable[[], None] | None = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Work:
+        """As ``start``, of what has its number."""
+        of = record.of
+        is_data = of.purpose is not Purpose.CONTROL
+        if self.mesh.breaking_off.reason:
+            self.mesh.breaking_off.check(record.describe(self.mesh.rank))
+        if self._compare is not None and is_data:
+            self._compare(record.debug_text)
+        self.sent[of.purpose] += of.sent
+        start = self._moment(record) if self.trace.recording else None
+        try:
+            works = call()
+        except RuntimeError as error:
+            raise CommunicationError(f"{record.describe(self.mesh.rank)} failed: {error}") from error
+        if self._watcher is not None and of.begun_here and of.group is not GroupName.CONTROL:
+            self._watcher.issued(record, works[-1])
+        if start is not None:
+            self._trace_end(works, record, start)
+        before = None
+        if not self._overlap and is_data:  # and once more where it is used, maybe on another stream
+            before = self._held_up(record, works)
+        wait = functools.partial(self._wait, record, before, meanwhile)
+        return Work(works, wait, on_complete, functools.partial(self._wait_here, record, works))
+
+    def _wait_here(self, record: CollectiveRecord, works: Sequence[dist.Work]) -> None:
+        for work in works:
+            wait_for(work, record, self.failures)
+
+    def _wait(
+        self,
+        record: CollectiveRecord,
+        before: _HeldUp | None,
+        meanwhile: Callable[[], None] | None,
+        works: Sequence[dist.Work],
+    ) -> None:
+        """Until the data of ``works`` may be used. before: when they were waited for already; that time counts if the
+        same stream waited."""
+        if before is None and not ends_on_stream(record, self.mesh):
+            since = now()
+            for work in works:
+                wait_for(work, record, self.failures, meanwhile)
+            self.trace.host_waited(record.of.title, since)
+            return
+        held = self._held_up(record, works, meanwhile)
+        exposed = before if before is not None and before.stream == held.stream else held
+        self.trace.waited(record.of.title, exposed.start, exposed.end)
+
+    def _held_up(
+        self, record: CollectiveRecord, works: Sequence[dist.Work], meanwhile: Callable[[], None] | None = None
+    ) -> _HeldUp:
+        """Wait on the current stream, or on the host; for how long."""
+        start = self._moment(record)
+        for work in works:
+            wait_for(work, record, self.failures, meanwhile)
+        return _HeldUp(self.mesh.platform.here(), start, self._moment(record))
+
+    def _moment(self, record: CollectiveRecord) -> Moment:
+        """The present moment of whoever waits for the collective: the current stream, or the host."""
+        return self.trace.moment() if ends_on_stream(record, self.mesh) else HostMoment()
+
+    def _trace_end(self, works: Sequence[dist.Work], record: CollectiveRecord, start: Moment) -> None:
+        """Trace the end of ``works``: from the thread that finds it, or on a stream that waits for it."""
+        of = record.of
+        details = {"purpose": of.purpose.value, "bytes sent": of.sent, "what": of.subject}
+
+        def ended(_: Any = None) -> None:
+            self.trace.add(COMMUNICATION, of.title, start, self._moment(record), details)
+
+        if not ends_on_stream(record, self.mesh):
+            works[-1].get_future().add_done_callback(ended)
+            return
+        with self._ends.is_current():
+            for work in works:
+                work.wait()
+            ended()
+
+    @functools.cached_property
+    def _ends(self) -> CopyStream:
+        """The stream on which the ends of traced collectives are waited for."""
+        return self.mesh.platform.copy_stream()
+
+
 def ends_on_stream(record: CollectiveRecord, mesh: Mesh) -> bool:
     """Whether streams wait for the collective, and the host does not."""
-    return mesh.backend == "nccl" and record.begun_here and record.group is not GroupName.CONTROL
+    return mesh.backend == "nccl" and record.of.begun_here and record.of.group is not GroupName.CONTROL
 
 
 def wait_for(
@@ -125,7 +287,7 @@ def explain(error: BaseException, record: CollectiveRecord, failures: Failures) 
 
 def _diagnosis(watchdog: Watchdog, record: CollectiveRecord) -> str:
     said = watchdog.diagnosis()
-    if said == NOBODY_MISSING and not record.begun_here:
+    if said == NOBODY_MISSING and not record.of.begun_here:
         return "Every rank waits for the future that its hook has returned, and nobody has completed it"
     return said
 

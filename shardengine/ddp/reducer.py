@@ -34,7 +34,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from shardengine.comm import Collectives, OnComplete, Parts, Purpose, Way, Work
+from shardengine.comm import Chunks, Collectives, OnComplete, Purpose, TransferOptions, Work
 from shardengine.ddp.comm_hooks import CommHook, FutureWork, GradBucket, Messages, Part, WholeGradients
 from shardengine.ddp.early_use import Consumer, EarlyUse
 from shardengine.ddp.gradient_bucket import GradientBucket, Rules, flat_gradient
@@ -546,7 +546,7 @@ class Reducer:
 
     def _reduce_late(self, state: GradientBucket, sent: Tensor, on_complete: OnComplete) -> Work:
         if not self.step_state.replicas.step.exchanges:
-            return self._reduce(state, sent, on_complete, Way(self._messages(None)), self._today.summed)
+            return self._reduce(state, sent, on_complete, TransferOptions(self._messages(None)), self._today.summed)
         work, second = self._reduce_with_partner(state, sent, on_complete)
         work.wait()
         return second()
@@ -589,7 +589,7 @@ class Reducer:
             return
         earlier = state.hand_over_total() if final and rules.ends_across else None
         target = rules.summed if final else rules.gradients
-        way = Way(self._messages(state), earlier)
+        way = TransferOptions(self._messages(state), earlier)
         self._in_flight.append(_Flight(self._reduce(state, sent, on_complete, way, target), then))
         if by_rows:
             self._finish(0)  # [Note: Sparse gradients]
@@ -687,7 +687,7 @@ class Reducer:
             return self._gather(state, state.make_whole())
 
         moved = total, Placement.PARTIAL_ACROSS, Placement.SHARDED, state.bucket.layout, Purpose.GRADIENTS
-        work = self._collectives.move(*moved, on_complete, Way(self._messages(None)))
+        work = self._collectives.move(*moved, on_complete, TransferOptions(self._messages(None)))
         self._in_flight.append(_Flight(work, then))
 
     def _reduce_with_partner(
@@ -707,7 +707,7 @@ class Reducer:
             then()
             return self._exchange_sums(state, summed, on_complete)
 
-        return self._reduce(state, sent, add_up, Way(), rules.summed), second
+        return self._reduce(state, sent, add_up, TransferOptions(), rules.summed), second
 
     def _exchange_total(self, state: GradientBucket) -> None:
         """The window ends without another reduction inside of the shard groups."""
@@ -723,7 +723,7 @@ class Reducer:
         count, groups = summed.numel(), range(self._collectives.mesh.replicas)
         received = self._pool.take(count, summed.dtype)
         to_each, from_each = ([count * (group == other) for group in groups] for other in (to, source))
-        parts = Parts(summed, to_each, received, from_each, summed.nbytes * len(groups))
+        parts = Chunks(summed, to_each, received, from_each, summed.nbytes * len(groups))
 
         def end() -> None:
             on_complete([summed, received])
@@ -763,7 +763,7 @@ class Reducer:
         state: GradientBucket,
         full: Tensor,
         on_complete: OnComplete,
-        way: Way,
+        way: TransferOptions,
         target: Placement,
     ) -> Work:
         bucket, hook = state.bucket, self.hook

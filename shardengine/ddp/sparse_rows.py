@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardengine.comm import Collectives, OnComplete, Parts, Purpose, Work
+from shardengine.comm import Chunks, Collectives, OnComplete, Purpose, Work
 from shardengine.offload import BufferPool
 from shardengine.sharding import BucketLayout
 
@@ -44,7 +44,7 @@ class SparseRows:
         from_each = [count * width for count in table[:, mesh.rank].tolist()]
         received = torch.empty(sum(from_each), dtype=torch.uint8, device=full.device)
         of_all = int(table.sum()) * width
-        parts = Parts(_packed(rows, numbers, numbers % of_slice), to_each, received, from_each, of_all)
+        parts = Chunks(_packed(rows, numbers, numbers % of_slice), to_each, received, from_each, of_all)
 
         def add() -> None:
             summed = self._pool.take(full.numel(), full.dtype)

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardengine.comm import Collectives, Named, Parts, Purpose, Work
+from shardengine.comm import Chunks, Collectives, Named, Purpose, Work
 from shardengine.kernels import Span
 from shardengine.optim.arithmetic import OnMatrix
 from shardengine.sharding import Layout, ParameterSpec, in_memory_order, shaped
@@ -242,7 +242,7 @@ class Exchange:
         self, numbers: Sequence[int], full: Tensor, to_each: list[int], received: Tensor, from_each: list[int]
     ) -> Work:
         of_all = sum(self._plan.specs[m].numel for m in numbers) * DTYPE.itemsize
-        parts = Parts(full, to_each, received, from_each, of_all)
+        parts = Chunks(full, to_each, received, from_each, of_all)
         return self._collectives.deliver(parts, self._named(numbers), Purpose.MATRICES, self._plan.axis)
 
     def _named(self, numbers: Sequence[int]) -> Named:

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from shardengine.comm import Collectives, Named, Parts, Purpose
+from shardengine.comm import Chunks, Collectives, Named, Purpose
 from shardengine.kernels import Factored, Span, join_sums
 from shardengine.optim.arithmetic import Stepped
 from shardengine.optim.matrices import Cut, Plan
@@ -131,7 +131,7 @@ class Sums:
         full = torch.cat(flat) if flat else torch.empty(0, dtype=torch.float64, device=self.device)
         received = torch.empty(sum(from_each), dtype=torch.float64, device=self.device)
         of_all = _PARTIAL * sum(lengths[n] for n in self.numbers for rank in ranks if plan.cuts(n, rank))
-        message = Parts(full, to_each, received, from_each, of_all)
+        message = Chunks(full, to_each, received, from_each, of_all)
         self._collectives.deliver(message, self._named, Purpose.SUMS, self._plan.axis).wait()
         found: dict[int, Tensor] = {}
         numbers = [n for row in come for n in row]

@@ -24,7 +24,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from shardengine.comm import Coding, Collectives, Purpose, Way, Work
+from shardengine.comm import Coding, Collectives, Purpose, TransferOptions, Work
 from shardengine.errors import InternalError
 from shardengine.offload import Done, ShardStore
 from shardengine.sharding import SHARDED, Bucket, Elsewhere, FlatBuffer, Layout, mark_weights, reveal
@@ -192,10 +192,9 @@ class Unit:
                 self._loading.append(bucket.load_shard())
                 with collectives.mesh.platform.loads.is_current() if bucket.loads_from_away else nullcontext():
                     coded = bucket.kept_inside is None and bucket.full.is_floating_point()
+                    options = TransferOptions(coding if coded else None)
                     whole = bucket.full, bucket.gathers_from, Placement.REPLICATED
-                    self._in_flight.append(
-                        collectives.move(*whole, bucket.layout, purpose, None, Way(coding) if coded else Way())
-                    )
+                    self._in_flight.append(collectives.move(*whole, bucket.layout, purpose, None, options))
         except BaseException:
             self._abort_unshard()
             raise

@@ -37,7 +37,7 @@ def step_apart(stage: str, difference: str) -> str:
         cases.make_mlp(), cases.config_of(stage, zero={"reduce_bucket_size": 600}, debug=True), "SGD"
     )
     if engine.rank == 1 and difference == "sequence":
-        engine._core.collectives._sequence += 1
+        engine._core.collectives._ledger._sequence += 1
     elif engine.rank == 1 and difference == "bytes":
         engine._core.reducer.buckets[1].wire = torch.bfloat16
     elif engine.rank == 1:

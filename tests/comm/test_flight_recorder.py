@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ def of(*notes: str) -> FlightRecorder:
     """A recorder of notes "group text"."""
     found = FlightRecorder(GROUPS)
     for note in notes:
-        found.note(*note.split(" ", 1))
+        group, text = note.split(" ", 1)
+        found.add(SimpleNamespace(counts_as=group, summary=text))  # type: ignore[arg-type]
     return found
 
 

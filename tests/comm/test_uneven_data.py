@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 import shardengine
 from shardengine.comm import failures, meeting, store_board, watchdog, work
-from shardengine.comm.flight_recorder import CollectiveRecord, Purpose
+from shardengine.comm.flight_recorder import Collective, CollectiveRecord, Purpose
 from shardengine.comm.group_kind import GroupName
 from shardengine.comm.positions import Presence, Waiting, deadlock
 from shardengine.comm.store_board import StoreBoard
@@ -769,7 +769,8 @@ def test_only_ranks_that_cannot_go_on_are_in_a_deadlock() -> None:
 def test_ranks_that_send_unequal_parts_of_one_collective_do_meet() -> None:
     waits = {}
     for rank, sent in enumerate((8, 24)):
-        record = CollectiveRecord(3, 2, GroupName.REDUCE, "all-to-all", "b", ("w",), sent, Purpose.ROWS, agreed=32)
+        of = Collective(GroupName.REDUCE, "all-to-all", "b", ("w",), sent, Purpose.ROWS, agreed=32)
+        record = CollectiveRecord(3, 2, of)
         waits[rank] = replace(record.waiting(rank), issued={"reduce": 2})
     assert not deadlock(0, waits)
 

@@ -13,7 +13,7 @@ import pytest
 from shardengine.comm import Purpose, watcher
 from shardengine.comm.breaking_off import ASKS
 from shardengine.comm.failures import Failures
-from shardengine.comm.flight_recorder import CollectiveRecord
+from shardengine.comm.flight_recorder import Collective, CollectiveRecord
 from shardengine.comm.group_kind import GroupName
 from shardengine.comm.mesh import Mesh
 from shardengine.comm.positions import Presence
@@ -35,10 +35,14 @@ class PlayedWork:
         return self.over
 
 
+OF = Collective(GroupName.GATHER, "all-gather", "b", (), 8, Purpose.WEIGHTS)
+
+
 def in_flight(watching: Watcher, place: int = 1) -> Any:
     """A gather is issued, without a thread that looks at it."""
     work = PlayedWork()
-    record = CollectiveRecord(place, place, GroupName.GATHER, "all-gather", "bucket 1", ("w",), 8, Purpose.WEIGHTS)
+    of = Collective(GroupName.GATHER, "all-gather", "bucket 1", ("w",), 8, Purpose.WEIGHTS)
+    record = CollectiveRecord(place, place, of)
     watching._thread = threading.current_thread()
     watching.issued(record, work)  # type: ignore[arg-type]
     watching._thread = None
@@ -152,7 +156,7 @@ def test_it_acts_once_and_never_after_its_end(monkeypatch: pytest.MonkeyPatch) -
     (one, two), _ = failures_of_ranks(monkeypatch, timeout_s=LONG)
     reasons = broken_off(monkeypatch)
     watching = Watcher(one)
-    watching.issued(CollectiveRecord(1, 1, GroupName.GATHER, "all-gather", "b", (), 8, Purpose.WEIGHTS), PlayedWork())  # type: ignore[arg-type]
+    watching.issued(CollectiveRecord(1, 1, OF), PlayedWork())  # type: ignore[arg-type]
     thread = watching._thread
     assert thread is not None
     raises_in(two, "step 1")
@@ -167,7 +171,7 @@ def test_it_keeps_nothing_alive_and_ends(monkeypatch: pytest.MonkeyPatch) -> Non
     failures, _ = failures_of_ranks(monkeypatch, timeout_s=LONG)
     broken_off(monkeypatch)
     watching = Watcher(failures[0])
-    watching.issued(CollectiveRecord(1, 1, GroupName.GATHER, "all-gather", "b", (), 8, Purpose.WEIGHTS), PlayedWork())  # type: ignore[arg-type]
+    watching.issued(CollectiveRecord(1, 1, OF), PlayedWork())  # type: ignore[arg-type]
     thread, gone = watching._thread, weakref.ref(failures[0])
     assert thread is not None
     failures.clear()

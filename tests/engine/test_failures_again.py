@@ -231,17 +231,18 @@ def fail_in_calls(stage: str, folder: str) -> dict[str, Any]:
 
 def unnamed_collectives(engine: Any) -> list[str]:
     """The collectives of ``full_optimizer_state`` whose errors would not name their bucket."""
-    plain, records = engine._core.collectives._record, []
+    ledger: Any = engine._core.collectives._ledger
+    plain, records = ledger.record, []
 
     def noted(*args: Any) -> Any:
         records.append(plain(*args))
         return records[-1]
 
-    engine._core.collectives.__dict__["_record"] = noted
+    ledger.record = noted
     with engine.full_optimizer_state(writable=True):
         pass
-    del engine._core.collectives.__dict__["_record"]
-    whole = [record for record in records if record.purpose is Purpose.WHOLE_STATE]
+    del ledger.record
+    whole = [record.of for record in records if record.of.purpose is Purpose.WHOLE_STATE]
     assert {record.operation for record in whole} == {"all-gather", "broadcast"}
     return [record.subject for record in whole if not record.what.startswith("bucket ")]
 

@@ -28,10 +28,11 @@ def record(folder: str, stage: str) -> dict[str, Any]:
     """Two traced steps, of which the collectives are counted from outside; then one that is not traced."""
     engine = cases.make_engine(cases.make_mlp(), cases.config_of(stage, zero={"reduce_bucket_size": 600}))
     issued: list[str] = []
-    issue = engine._core.collectives._issue
+    ledger = engine._core.collectives._ledger
+    issue = ledger.issue
 
     def counted(record: Any, *rest: Any, **options: Any) -> Any:
-        issued.append(record.operation)
+        issued.append(record.of.operation)
         return issue(record, *rest, **options)
 
     def step(number: int) -> None:
@@ -40,10 +41,10 @@ def record(folder: str, stage: str) -> dict[str, Any]:
 
     step(0)
     with engine.trace(Path(folder) / "trace.json"):
-        engine._core.collectives._issue = counted  # type: ignore[method-assign]
+        ledger.issue = counted  # type: ignore[method-assign]
         step(1)
         step(2)
-        engine._core.collectives._issue = issue  # type: ignore[method-assign]
+        ledger.issue = issue  # type: ignore[method-assign]
     step(3)
     told = engine.traffic()
     assert not engine._core.collectives.trace.events

@@ -41,7 +41,7 @@ STEPS = 3
 ORDERING = frozenset(
     "wait wait_on_host wait_data hold mark come_home is_current exception result await_group await_all await_reader "
     "await_copy await_weights wait_early wait_for_unshard wait_for synchronize wait_event wait_stream record_event "
-    "record_stream _await _wait _wait_for _wait_under_watchdog _held_up".split()
+    "record_stream _await _wait wait_here _wait_for _wait_under_watchdog _held_up".split()
 )
 """Names of methods and functions with which somebody waits, or says where others have to wait."""
 
@@ -78,17 +78,18 @@ CAUGHT = [
     Mutation("comm/collectives.py", "Collectives.broadcast", ".wait()", Case("2"), "", ranks=2),
     Mutation("comm/collectives.py", "Collectives._exchanged", ".wait()", "ranks exchange", ""),
     Mutation("comm/collectives.py", "Collectives.exchange_values", ".wait()", Case("2"), "", ranks=2),
-    Mutation("comm/collectives.py", "Collectives._held_up", "wait_for(work, record, failures, meanwhile)",
-             "ranks exchange"),
-    Mutation("comm/collectives.py", "Collectives._reduce_in_two_steps", "mesh.platform.mark()", TWO_STEPS, "Done()"),
-    Mutation("comm/collectives.py", "Collectives._reduce_in_two_steps", "started.wait()", TWO_STEPS),
-    Mutation("comm/collectives.py", "Collectives._reduce_in_two_steps", "between.is_current()", TWO_STEPS,
+    Mutation("comm/work.py", "Ledger._wait", "wait_for(work, record, self.failures, meanwhile)", "ranks exchange"),
+    Mutation("comm/work.py", "Ledger._held_up", "wait_for(work, record, self.failures, meanwhile)", Case("2"),
+             ranks=2),
+    Mutation("comm/work.py", "Ledger._wait_here", "wait_for(work, record, self.failures)", TWO_STEPS),
+    Mutation("comm/transfer.py", "ReduceScatter._start_two_steps", "mesh.platform.mark()", TWO_STEPS, "Done()"),
+    Mutation("comm/transfer.py", "ReduceScatter._start_two_steps", "started.wait()", TWO_STEPS),
+    Mutation("comm/transfer.py", "ReduceScatter._start_two_steps", "fabric.between_steps.is_current()", TWO_STEPS,
              "nullcontext()"),
-    Mutation("comm/collectives.py", "Collectives._reduce_in_two_steps", "wait_for(work, record, self.failures)",
-             TWO_STEPS),
-    Mutation("comm/collectives.py", "Collectives._all_gather", "self._between_steps.is_current()", BOTH_AXES,
+    Mutation("comm/transfer.py", "ReduceScatter._start_two_steps", "first.wait_here()", TWO_STEPS),
+    Mutation("comm/transfer.py", "AllGather._start_two_steps", "fabric.between_steps.is_current()", BOTH_AXES,
              "nullcontext()"),
-    Mutation("comm/collectives.py", "Collectives._all_gather", "wait_for(work, record, self.failures)", BOTH_AXES),
+    Mutation("comm/transfer.py", "AllGather._start_two_steps", "across.wait_here()", BOTH_AXES),
     Mutation("comm/mesh.py", "Mesh.renew", "self.platform.synchronize()", "what was broken off still writes"),
     Mutation("comm/work.py", "Work.wait", "self.wait_data()", "ranks exchange"),
     Mutation("comm/work.py", "Work._go_on", "self._wait_for(self._works)", "ranks exchange"),
@@ -445,12 +446,12 @@ NOT_AN_ORDER: dict[tuple[str, str, str], str] = {
     ("trace.py", "Trace.begin", "zero.wait_on_host()"): TRACE,
     ("trace.py", "Trace._settle", "end.wait_on_host()"): TRACE,
     ("comm/breaking_off.py", "come_together", "store.wait([f'{ASKS}/go'], timedelta(seconds=TOGETHER_S))"): STORE,
-    ("comm/collectives.py", "Collectives._issue", "self._held_up(record, self.failures, works)"):
+    ("comm/work.py", "Ledger.issue", "self._held_up(record, works)"):
         "earlier than needed, where nothing may overlap; waited for once more where it is used",
-    ("comm/collectives.py", "Collectives._wait", "self._held_up(record, failures, works, meanwhile)"): PASSES_ON,
-    ("comm/collectives.py", "Collectives._trace_end", "self._ends.is_current()"): TRACE,
-    ("comm/collectives.py", "Collectives._trace_end", "work.wait()"): TRACE,
-    ("comm/collectives.py", "Collectives._in_two_steps", "first.wait_data()"):
+    ("comm/work.py", "Ledger._wait", "self._held_up(record, works, meanwhile)"): PASSES_ON,
+    ("comm/work.py", "Ledger._trace_end", "self._ends.is_current()"): TRACE,
+    ("comm/work.py", "Ledger._trace_end", "work.wait()"): TRACE,
+    ("comm/transfer.py", "Fabric.in_two_steps", "first.wait_data()"):
         "for the time that it took, where nothing may overlap; waited for when it was issued",
     ("comm/launcher.py", "_run_rank",
      "await_all(dist.PrefixStore('shardengine/returned', store), rank, ranks, _END_S)"): STORE,
