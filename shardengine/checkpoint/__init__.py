@@ -1,20 +1,20 @@
-"""Checkpoints: every rank's shards as safetensors and one JSON index, whole or not there, for any topology; no pickle.
+"""Checkpoints: every rank's shards as safetensors and one JSON index, written atomically, for any topology; no pickle.
 
-saving       write aside, fsync, rename
-background   the same behind training
+saving       write to a temporary directory, fsync, rename
+background   the same in background threads (``async_save``)
 loading      choose a checkpoint, verify it, fill the engine
-fit          whether a checkpoint fits the model, and which of its elements go where
-contents     what an engine holds, in flat slices
-index        the JSON form, checked before it is believed
-state        what is no tensor
-tensor_file  writing a file of tensors
-reader       reading ranges of many files
+fit          check that a checkpoint fits the model, and map its elements to the engine's
+contents     the tensors of an engine as flat slices
+index        the JSON index, validated before use
+state        everything but tensors
+tensor_file  write a file of tensors
+reader       read ranges of many files
 directory    names on disk
-atomic       what appears whole or not at all
-left_out     frozen weights that are not written, and how they are known again
-model_facts  what Hugging Face wants to know of a model
+atomic       files and directories that appear complete or not at all
+left_out     frozen weights that are not written, and their fingerprints
+model_facts  the facts about a model that Hugging Face needs
 
-Must not know: the training loop. Nothing in here imports what a checkpoint names: loading one executes no code.
+Must not know: the training loop. No name in a checkpoint is ever imported: loading one executes no code.
 """
 
 from __future__ import annotations

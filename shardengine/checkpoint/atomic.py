@@ -1,15 +1,15 @@
-"""Texts and directories that appear whole or not at all, and durably. Must not know: what is written into them.
+"""Text files and directories that appear complete or not at all, and durably. Must not know: their contents.
 
-A text is written beside its place, under a name of the writer's own, and renamed, so that of several writers the last
-one counts. A directory is written by one program at a time, as ``.<name>.partial/<name>``: what raises inside, and
-SIGTERM, Ctrl-C and a closed terminal, remove it. What a killed program left is removed by the next one that writes the
-same text or directory. Directories of checkpoints, which many ranks write and which take the place of others, have
-rules of their own (directory, [Note: Atomic directories]).
+A text file is written under a temporary name unique to the writer and renamed. If several programs write it, the last
+one wins. A directory is written by one program at a time, as ``.<name>.partial/<name>``. An exception inside, SIGTERM,
+Ctrl-C and a closed terminal remove it. The leftovers of a killed program are removed by the next program that writes
+the same text or directory. Checkpoint directories have rules of their own, because many ranks write them and they may
+replace older ones (directory, [Note: Atomic directories]).
 
-[Note: The lock of a directory] Who writes holds a lock on ``.<name>.partial`` and removes that at its end. Who comes
-meanwhile may have opened it already, and would hold a lock on a directory without a name, beside somebody who has made
-a new one. So a lock counts only if what is locked still has the name; and only then is looked whether the place is
-free, since the one before may have taken it.
+[Note: The lock of a directory] The writer holds a lock on ``.<name>.partial`` and removes that directory at the end. A
+second program may have opened the directory before it was removed. It would then lock a directory without a name, while
+a third program creates and locks a new one. So a lock counts only if the locked directory still has the name. Only then
+does the writer check that the target is free, because the previous writer may have created it.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from types import FrameType
 from shardengine.errors import UsageError
 
 _STALE_S = 3600.0
-"""Where a file system has no locks, a text that was begun so long before another one is of a killed program."""
+"""Without file locks, a partial text file that is older than a new one by this much belongs to a killed program."""
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write and fsync a text file beside ``path`` and move it there. Others may do the same at the same time."""
+    """Write and fsync a text file beside ``path`` and rename it to ``path``. Safe with concurrent writers."""
     while not _try_to_write(path, text):
-        pass  # the new file was taken for a killed program's, in the moment before it was locked
+        pass  # before it was locked, another writer took the new file for a killed program's and removed it
     sync(path.parent)
 
 
@@ -63,14 +63,14 @@ def _try_to_write(path: Path, text: str) -> bool:
 
 
 def _is_left(partial: Path, now: float) -> bool:
-    """Whether nobody writes ``partial`` any more."""
+    """Whether no program is still writing ``partial``. now: the modification time of a file written just now."""
     with partial.open() as file:
         free = _try_to_lock(file.fileno())
         return os.fstat(file.fileno()).st_mtime < now - _STALE_S if free is None else free
 
 
 def _try_to_lock(number: int) -> bool | None:
-    """Whether the open file or directory is this program's now; None where the file system has no locks."""
+    """Lock an open file or directory; return whether it worked, None if the file system has no locks."""
     try:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -81,17 +81,17 @@ def _try_to_lock(number: int) -> bool | None:
 
 
 def sync(path: Path) -> None:
-    """Make a file durable, or the renames and new files in a directory."""
+    """Fsync a file, or a directory to make its renames and new files durable."""
     number = os.open(path, os.O_RDONLY)
     try:
-        with suppress(OSError) if path.is_dir() else nullcontext():  # some network file systems refuse it
+        with suppress(OSError) if path.is_dir() else nullcontext():  # some network file systems cannot do it
             os.fsync(number)
     finally:
         os.close(number)
 
 
 def make_directory(path: Path) -> None:
-    """Make ``path``, and what is missing above it, durably. Others may do the same at the same time."""
+    """Create the directory ``path`` and its missing parents, durably. Safe with concurrent writers."""
     missing = [place for place in (path, *path.parents) if not place.is_dir()]
     path.mkdir(parents=True, exist_ok=True)
     for place in reversed(missing):
@@ -99,7 +99,7 @@ def make_directory(path: Path) -> None:
 
 
 def check_free(out: Path) -> None:
-    """``UsageError`` unless ``out`` is not there, or is an empty directory, and can be put there by a rename."""
+    """Raise ``UsageError`` unless ``out`` is missing or an empty directory, and a rename can create it."""
     wanted = f"{out}: expected a new or empty directory"
     try:
         if (out.exists() or out.is_symlink()) and (not out.is_dir() or any(out.iterdir())):
@@ -116,10 +116,10 @@ def check_free(out: Path) -> None:
 
 @contextmanager
 def new_directory(out: Path) -> Iterator[Path]:
-    """An empty directory to write into; at the end of the ``with`` all of it is on disk, under the name ``out``.
+    """Yield an empty directory to write into; at the end of the ``with`` it is durable and named ``out``.
 
-    Whatever raises inside, nothing is left. UsageError unless ``out`` is free and, as far as the file system has
-    locks, nobody else is writing it; OSError where the disk is full or refuses.
+    An exception inside leaves nothing behind. UsageError if ``out`` is not free, or if another program is writing it
+    (checked only on file systems with locks). OSError if the disk is full or fails.
     """
     check_free(out)
     target = out.resolve()
@@ -146,13 +146,13 @@ def new_directory(out: Path) -> Iterator[Path]:
 
 
 def _locked(outer: Path, out: Path) -> int:
-    """The descriptor of the directory ``outer``, made and locked ([Note: The lock of a directory])."""
+    """Create and lock the directory ``outer``; return its descriptor ([Note: The lock of a directory])."""
     while True:
         outer.mkdir(exist_ok=True)
         try:
             number = os.open(outer, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:
-            continue  # removed by the program before
+            continue  # the previous writer removed it
         try:
             if _try_to_lock(number) is False:
                 raise UsageError(f"{out}: another program is writing this very directory; wait for it")
@@ -167,14 +167,14 @@ def _locked(outer: Path, out: Path) -> int:
 
 @contextmanager
 def _ended_by_exception() -> Iterator[None]:
-    """SIGTERM and SIGHUP, where they would end the program, raise SystemExit in the main thread instead."""
+    """Let SIGTERM and SIGHUP raise SystemExit in the main thread, if they have their default handlers."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
     ending = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
     if threading.current_thread() is not threading.main_thread():
-        ending = []  # only the main thread may set them
+        ending = []  # only the main thread may set handlers
     for number in ending:
         signal.signal(number, leave)
     try:

@@ -1,14 +1,14 @@
-"""Saves behind training. Owns: host copies, the threads that make and write them, how ranks meet without collectives.
+"""Asynchronous saves. Owns: host copies, the threads that make and write them, synchronization without collectives.
 
-Must not know: the form of files and index, engines.
+Must not know: the format of files and index, engines.
 
-[Note: Behind training] With ``async_save`` a save copies to host memory what the user's code can write (weights and
-buffers) and returns. A thread copies what only an optimizer's update writes, and the next update waits for it; another
-thread writes the copies. Ranks then meet through the process group's store: collectives belong to training, and a
-thread must not issue any. There are two sets of host memory: while one is being written the next save may fill the
-other, and the one after that waits. What goes wrong is warned of at once, and raised on all ranks by the next call that
-saves (its own save is under way by then), loads or waits: ranks know of it at different times, so they exchange it, and
-tell it once.
+[Note: Behind training] With ``async_save`` a save copies the weights and buffers, which the user's code can write, to
+host memory and returns. A thread copies the optimizer states, which only an optimizer update writes; the next update
+waits for that copy. Another thread writes the copies to disk. The ranks then synchronize through the process group's
+store, because collectives belong to training and a thread must not issue any. There are two host buffers: while one is
+being written, the next save may fill the other, and the save after that waits. A failure is logged as a warning at
+once. The next call that saves (its own save is under way by then), loads or waits raises it on all ranks. Ranks notice
+a failure at different times, so they exchange failures first, and each failure is raised once.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from shardengine.errors import CheckpointError
 from shardengine.offload import CopyStream, Done, Platform
 
 Meet = Callable[[str, Callable[[], None]], None]
-"""Run something on every rank and wait for all; where it raises on one, it raises on all."""
+"""Run a function on every rank and wait for all; an exception on one rank is raised on all."""
 
 _LONGEST_POLL_S = 0.01
 _POLLS_PER_S = 1000
-"""Of all ranks together, once they poll rarely."""
+"""Limit for all ranks together, once each polls rarely."""
 _PATIENCE = 1.25
-"""A verdict is waited for so much longer than the answers of which it is made."""
+"""Ranks wait for rank 0's verdict this many times as long as rank 0 waits for their answers."""
 _SLOWEST_DISK = 16 << 20
-"""Bytes per second; so much longer than the group's timeout a large save may take."""
+"""Bytes per second; a save may take longer than the group's timeout by the time that such a disk needs for it."""
 
 
 class Background:
@@ -54,10 +54,10 @@ class Background:
     def copy(
         self, tensors: list[tuple[str, Tensor]], behind: int, mesh: Mesh
     ) -> tuple[list[tuple[str, Tensor]], Future[None]]:
-        """``tensors`` in the memory that nothing is being written from; waits until there is one.
+        """Copy ``tensors`` to the host buffer that is not being written; wait until one is free.
 
-        The last ``behind`` are there when the future is done, and must not be changed until then. Everything else that
-        may fail on one rank alone is done here, not in ``submit``.
+        Return the copies and a future. The last ``behind`` copies are complete when the future is done; their sources
+        must not change until then. All steps that may fail on one rank alone happen here, not in ``submit``.
         """
         self.await_copy()
         if self._thread is None:
@@ -65,14 +65,14 @@ class Background:
                 self._store = mesh.store()
                 if self._store is None:
                     raise CheckpointError("async_save: expected the process group's store, there is none")
-                # engines may share a mesh; every rank makes them in the same order
+                # engines may share a mesh; every rank creates them in the same order
                 self._prefix = f"checkpoint/{self._store.add(f'checkpoint/engines/{mesh.rank}', 1)}"
-            self._thread = ThreadPoolExecutor(1, "checkpoint")  # the end of the process waits for it
+            self._thread = ThreadPoolExecutor(1, "checkpoint")  # the process waits for it before it exits
             self._copier = ThreadPoolExecutor(1, "checkpoint-copy", mesh.platform.use_in_this_thread)
             self._stream = mesh.platform.copy_stream()
         if len(self._running) > 1:
             self._running[-2][1].exception()
-        with torch.inference_mode(False):  # a thread is in no such mode, and could not write what was made in it
+        with torch.inference_mode(False):  # threads run outside of it and cannot write tensors that were made in it
             copies = self._places(tensors, mesh.platform)
             pairs = [(copy, tensor.detach()) for (_, copy), (_, tensor) in zip(copies, tensors, strict=True)]
         ahead = len(pairs) - behind
@@ -83,12 +83,12 @@ class Background:
         return copies, self._copying
 
     def await_copy(self) -> None:
-        """Nothing is being copied afterwards; what went wrong is told where the copies are used."""
+        """Wait until the copy is complete. Its errors are raised later, by the thread that writes the copies."""
         if self._copying is not None:
             self._copying.exception()
 
     def submit(self, write: Callable[[Meet], None], mesh: Mesh, largest: int) -> None:
-        """Write later what ``copy`` has copied. largest: bytes of the rank that has most."""
+        """Let the thread write the last copies of ``copy``. largest: bytes of the rank that has most."""
         if self._thread is None:
             raise CheckpointError("async_save: expected copy() before submit()")
         self._count += 1
@@ -98,11 +98,11 @@ class Background:
         self._running.append((self._count, self._thread.submit(write, meet)))
 
     def surface(self, collectives: Collectives) -> None:
-        """Wait for all that is under way, and raise, on all ranks, what went wrong on any. Collective."""
+        """Wait for all saves in flight and raise the failures of any rank on all ranks. Collective."""
         self.tell(collectives.exchange_objects(self.failures(wait=True), "the end of saves"), collectives)
 
     def failures(self, *, wait: bool = False) -> list[tuple[int, str]]:
-        """This rank's, as (number of the save, text), that are not told yet; for ``tell`` on every rank."""
+        """Return this rank's failures that were not raised yet, as (number of the save, text). wait: for all saves."""
         errors = []
         while self._running and (wait or self._running[0][1].done()):
             number, future = self._running[0]
@@ -112,25 +112,25 @@ class Background:
         return errors
 
     def tell(self, failures: list[list[tuple[int, str]]], collectives: Collectives) -> None:
-        """Raise, on all ranks, what went wrong on any. failures: of every rank."""
+        """Raise the failures of any rank on all ranks. failures: the result of ``failures`` of every rank."""
         found: dict[int, str] = {}
         for number, text in (row for rows in failures for row in rows):
             found.setdefault(number, text)
-        self._told |= found.keys()  # where it still runs, it ends in the same failure
+        self._told |= found.keys()  # a save that still runs here ends in the same failure
         if found:
             failure = CheckpointError(f"an earlier save_checkpoint failed: {'; '.join(found.values())}")
             collectives.failures.mark_known(failure)  # all ranks raise it
             raise failure
 
     def close(self) -> None:
-        """Nothing is under way: end the thread, give the memory back."""
+        """End the threads and free the memory. Nothing may be in flight."""
         for thread in (self._thread, self._copier):
             if thread is not None:
                 thread.shutdown(wait=False)
         self._memory.clear()
 
     def _places(self, tensors: list[tuple[str, Tensor]], platform: Platform) -> list[tuple[str, Tensor]]:
-        """Room for each tensor, at a multiple of 64 bytes."""
+        """Return room for each tensor in the free host buffer, aligned to 64 bytes."""
         starts, total = [], 0
         for _, tensor in tensors:
             starts.append(total)
@@ -145,13 +145,13 @@ class Background:
 
 
 def _copy(pairs: list[tuple[Tensor, Tensor]], stream: CopyStream, after: Done) -> None:
-    """Copy each second tensor to the first, behind ``after``; returns when they are there."""
+    """Copy the second tensor of each pair to the first, after ``after``; return when the copies are complete."""
     for end in [stream.copy(tensor, copy, after) for copy, tensor in pairs]:
         end.wait_on_host()
 
 
 class _ByStore:
-    """Ranks meet through the store: each leaves its error or none, rank 0 reads them all and leaves a verdict."""
+    """Synchronize ranks through the store: each posts its error or "", rank 0 reads them all and posts a verdict."""
 
     def __init__(self, store: Store | None, mesh: Mesh, prefix: str, limit_s: float) -> None:
         self._store, self._prefix, self._limit_s = store, prefix, limit_s
@@ -175,7 +175,7 @@ class _ByStore:
             raise CheckpointError(f"{what} failed on {verdict} (this is rank {self._rank})")
 
     def _verdict(self, store: Store, what: str, mine: str) -> str:
-        """What rank 0 says of all ranks' errors; "" if there are none."""
+        """Return the errors of all ranks as collected by rank 0; "" if there are none."""
         silence = f"no answer within {self._limit_s:.3g} s"
         if self._rank:
             store.set(f"{self._prefix}/{what}/{self._rank}", mine)
@@ -193,7 +193,7 @@ class _ByStore:
         return verdict
 
     def _get(self, store: Store, key: str, seconds: float) -> str | None:
-        """A text; None if it does not come."""
+        """Return the text at ``key``; None if it does not arrive within ``seconds``."""
         deadline, pause = time.monotonic() + seconds, 0.001
         while not store.check([f"{self._prefix}/{key}"]):
             if time.monotonic() > deadline:

@@ -1,18 +1,22 @@
-"""What a checkpoint consists of: every tensor in flat slices. The seam to any layout.
+"""The contents of a checkpoint: every tensor as flat slices, independent of the layout.
 
-Owns: which rank writes which elements, and which views take them back. Must not know: files, JSON.
+Owns: which rank writes which elements, and the views that loading fills. Must not know: files, JSON.
 
-A part is a flat slice of a parameter's weights or optimizer state, or a whole buffer (key "buffer"), which alone keeps
-its shape. Over all ranks the written parts cover every element once: sharded tensors by the rank that owns the slice,
-replicated ones (stage 0) cut by the same slices, what is kept of parameters as a whole by one rank each, frozen
-parameters outside of the flat buffers in equal shares, buffers by rank 0. Where every rank has buffers of its own
-(``broadcast_buffers`` is off) each writes and takes back its own. What a rank's messages have not said yet (error
-feedback of a communication hook) has a key of its own for each rank, which takes it back. What a hook goes on with
-(PowerSGD's factors) is kept of a parameter as a whole.
+A part is a flat slice of a parameter's weights or optimizer state, or a whole buffer (key "buffer"). Only buffers keep
+their shape. Over all ranks the written parts cover every element once:
+- sharded tensors: each slice by its owner rank
+- replicated tensors (stage 0): cut into the same slices
+- state that is kept per whole parameter: by one rank for each parameter
+- frozen parameters outside of the flat buffers: in equal shares
+- buffers: by rank 0; with ``broadcast_buffers`` off each rank writes and loads its own
 
-[Note: Errors of other ranks] Only the mean of the ranks' errors reaches the weights. So on another number of ranks than
-saved them rank r takes those of the saved ranks r, r + ranks, r + 2 ranks, …, added up in this order in fp32, times new
-by saved ranks (by nothing where sums are not divided by the number of ranks): what was not said is said all the same.
+The error feedback of a communication hook (the part of a rank's gradients that its messages have not carried yet) has
+one key per rank, and that rank loads it. The other state of a hook (PowerSGD's factors) is kept per whole parameter.
+
+[Note: Errors of other ranks] Only the mean of the ranks' errors reaches the weights. If the world size differs from the
+one that saved, rank r loads the errors of the saved ranks r, r + ranks, r + 2 ranks, … and adds them up in this order
+in fp32. The sum is multiplied by (new ranks / saved ranks), or not at all if gradient sums are not divided by the
+number of ranks. So no error is lost.
 """
 
 from __future__ import annotations
@@ -29,27 +33,27 @@ from shardengine.stages import Placement
 
 
 def name_in_file(name: str, key: str, first: int, end: int) -> str:
-    """The name that elements [first, end) have in a file."""
+    """Return the name in a file of elements [first, end) of tensor ``key`` of parameter ``name``."""
     return f"{name}/{key}[{first}:{end}]"
 
 
 def error_key(rank: int) -> str:
-    """The key of what the messages of ``rank`` have not said yet (error feedback): every rank has its own."""
+    """Return the key of the error feedback of ``rank``: every rank has its own."""
     return f"{ERROR}.{rank}"
 
 
 def is_error(key: str) -> bool:
-    """Whether it is one of these."""
+    """Whether ``key`` is an ``error_key``."""
     return key.startswith(f"{ERROR}.")
 
 
 def is_of_hook(key: str) -> bool:
-    """Whether a communication hook keeps what has this key."""
+    """Whether ``key`` is a state of a communication hook."""
     return key == FACTOR or is_error(key)
 
 
 def held(core: Core, optimizer: ShardedOptimizer | None, *, writable: bool = False) -> Iterator[FlatSlice]:
-    """Everything that this rank holds, as views. writable: to load a checkpoint is to write all of them."""
+    """Yield all tensors that this rank holds, as views. writable: the caller (a load) writes all of them."""
     if optimizer is not None:
         yield from optimizer.parameter_state(writable=writable)
     for unit in core.units:
@@ -68,9 +72,9 @@ def held(core: Core, optimizer: ShardedOptimizer | None, *, writable: bool = Fal
 
 
 def owned(core: Core, optimizer: ShardedOptimizer | None, *, own_buffers: bool) -> Iterator[FlatSlice]:
-    """What this rank writes: ``held``, cut to its slices, or to its share of what has none; buffers on rank 0 alone.
+    """Yield the parts that this rank writes: ``held``, cut to its slices.
 
-    own_buffers: every rank writes its own.
+    Tensors without slices are cut into equal shares. Rank 0 alone writes buffers. own_buffers: every rank does.
     """
     rank, ranks = core.mesh.rank, core.mesh.ranks
     slices: dict[str, list[tuple[int, int]]] = {}
@@ -103,15 +107,15 @@ def owned(core: Core, optimizer: ShardedOptimizer | None, *, own_buffers: bool) 
 
 
 def sizes(core: Core) -> dict[str, int]:
-    """First name of each parameter → its elements."""
+    """Return the number of elements of each parameter, by its first name."""
     return {row["names"][0]: math.prod(row["shape"]) for row in parameter_table(core)}
 
 
 def parameter_table(core: Core) -> list[dict[str, Any]]:
-    """Every parameter of the model, in registration order: all its names, shape, dtype, optimizer group.
+    """Return a row per parameter of the model, in registration order: its names, shape, order, dtype, trainable, group.
 
-    order: its dimensions from the outermost in memory to the innermost, [] where that is their own order; the elements
-    of its weight and states are counted in that order.
+    order: the dimensions from the outermost in memory to the innermost; [] for a contiguous parameter. The elements of
+    its weight and states are counted in that order.
     """
     specs = {id(p): spec for p, spec in zip(core.partition.inside, core.layout.parameters, strict=True)}
     rows: dict[int, dict[str, Any]] = {}
@@ -133,7 +137,7 @@ def parameter_table(core: Core) -> list[dict[str, Any]]:
 
 
 def buffer_table(core: Core) -> list[dict[str, Any]]:
-    """Every persistent buffer: name, shape, dtype."""
+    """Return a row per persistent buffer: name, shape, dtype."""
     return [
         {"name": name, "shape": list(buffer.shape), "dtype": str(buffer.dtype).removeprefix("torch.")}
         for name, buffer in core.buffers.named(persistent_only=True).items()

@@ -1,11 +1,11 @@
-"""Directories of checkpoints: each appears whole or not at all, ``latest`` names one, old ones are removed.
+"""Directories of checkpoints: each appears complete or not at all, ``latest`` names one, old ones are removed.
 
-Must not know: engines, tensors, what is inside of a checkpoint but for the name of its index.
+Must not know: engines, tensors, the contents of a checkpoint except the name of its index.
 
-[Note: Atomic directories] A checkpoint is written into ``.tmp-<tag>``, files and directory are fsynced, and one rename
-makes it ``<tag>``; then ``latest`` is replaced by another rename. Where the tag exists already, the old directory is
-first renamed to ``.old-<tag>`` and removed at the end; ``recover`` puts it back if the program ended between the two
-renames. So at every moment ``latest`` names a directory that is whole, or one that ``recover`` brings back.
+[Note: Atomic directories] A checkpoint is written into ``.tmp-<tag>``. Files and directory are fsynced, and one rename
+makes it ``<tag>``. Another rename then replaces ``latest``. If the tag exists already, the old directory is first
+renamed to ``.old-<tag>`` and removed at the end. If the program ends between the two renames, ``recover`` puts the old
+directory back. So at every moment ``latest`` names a complete directory, or one that ``recover`` restores.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]*")
 _AUTOMATIC = re.compile(r"step-(\d{8,})", re.ASCII)
 _MAX_TAG = 200
 _under_way: set[Path] = set()
-"""What engines of this process are writing: several may save behind training, into one directory."""
+"""Directories that engines of this process are writing; several engines may save asynchronously into one folder."""
 _ONE_AT_A_TIME = threading.RLock()
 
 
 def tag_of(step: int) -> str:
-    """The tag of a checkpoint that nobody gave a name."""
+    """Return the automatic tag of a checkpoint, which is used if the user gives none."""
     return f"step-{step:08}"
 
 
 def step_of(tag: str) -> int | None:
-    """The step in a tag of ``tag_of``; None where somebody gave the checkpoint a name."""
+    """Return the step in an automatic tag (``tag_of``); None if the user named the checkpoint."""
     automatic = _AUTOMATIC.fullmatch(tag)
     return int(automatic[1]) if automatic else None
 
 
 def check_tag(tag: str) -> str:
-    """``tag``; ``UsageError`` unless it is a plain name."""
+    """Return ``tag``; raise ``UsageError`` unless it is a plain name."""
     if not isinstance(tag, str) or not _TAG.fullmatch(tag) or tag == LATEST or len(tag) > _MAX_TAG:
         raise UsageError(
             f"checkpoint tag {str(tag)[:_MAX_TAG]!r}: expected a plain name of at most {_MAX_TAG} letters, digits and "
@@ -52,24 +52,25 @@ def check_tag(tag: str) -> str:
 
 
 def check_folder(directory: str | Path) -> Path:
-    """``directory`` as a path; ``UsageError`` unless it is one."""
+    """Return ``directory`` as a path; raise ``UsageError`` unless it is a path or a non-empty string."""
     if not isinstance(directory, str | Path) or not str(directory):
         raise UsageError(f"directory of checkpoints: expected a path, got {directory!r}")
     return Path(directory)
 
 
 def saved(directory: Path) -> list[str]:
-    """``present``, after what killed runs began is ended; for the run that writes there, or loads."""
+    """Return ``present`` after ``recover`` of every interrupted save; for a run that writes or loads there."""
     for old in _begins_with(directory, _OLD):
         with suppress(OSError):
             recover(directory, old.name.removeprefix(_OLD))
-    return [tag for tag in present(directory) if place_of(directory, tag) == directory / tag]  # a disk may refuse
+    return [tag for tag in present(directory) if place_of(directory, tag) == directory / tag]  # recover may have failed
 
 
 def present(directory: Path) -> list[str]:
-    """The tags of the checkpoints in ``directory``, whole as far as names go, the one that was written last first.
+    """Return the tags of the checkpoints in ``directory``, newest first.
 
-    Nothing is changed: one that a killed save put aside counts, and lies at ``place_of``.
+    A directory counts as a checkpoint if it has an index; nothing else is checked. Nothing is changed: a checkpoint
+    that a killed save renamed to ``.old-<tag>`` is listed, and ``place_of`` returns its path.
     """
     found = {}
     with suppress(OSError):
@@ -82,7 +83,7 @@ def present(directory: Path) -> list[str]:
 
 
 def beside(directory: Path) -> Path | None:
-    """The folder with the newest checkpoint of those beside ``directory`` whose names differ in digits alone."""
+    """Return the sibling folder with the newest checkpoint; only siblings whose names differ in digits alone count."""
     alike = re.compile(re.sub(r"[0-9]+", "[0-9]+", re.escape(directory.name)))
     found = []
     with suppress(OSError):
@@ -93,13 +94,13 @@ def beside(directory: Path) -> Path | None:
 
 
 def place_of(directory: Path, tag: str) -> Path:
-    """Where ``tag`` lies: under its name, or where a save that was killed between its two renames has left it."""
+    """Return the path of ``tag``: ``<tag>``, or ``.old-<tag>`` if a save was killed between its two renames."""
     whole, old = directory / tag, _old(directory, tag)
     return old if os.path.lexists(old) and not os.path.lexists(whole) else whole
 
 
 def latest(directory: Path) -> str | None:
-    """The tag that ``latest`` names; None where it is missing or says nothing of use."""
+    """Return the tag that ``latest`` names; None if the file is missing or holds no tag."""
     path = directory / LATEST
     try:
         if not path.is_file() or path.stat().st_size > 2 * _MAX_TAG:
@@ -111,7 +112,7 @@ def latest(directory: Path) -> str | None:
 
 
 def astray(directory: Path) -> str:
-    """That ``latest`` names nothing that is there, for messages; "" where it does, or is missing."""
+    """Return a message if ``latest`` names no existing directory; "" if it does, or if there is no ``latest``."""
     tag = latest(directory)
     if not os.path.lexists(directory / LATEST) or (tag is not None and os.path.isdir(directory / tag)):
         return ""
@@ -119,7 +120,7 @@ def astray(directory: Path) -> str:
 
 
 def begin(directory: Path, tag: str) -> Path:
-    """The empty directory to write ``tag`` into; what killed runs left unfinished is removed."""
+    """Create and return the empty directory to write ``tag`` into; remove the unfinished ones of killed runs."""
     atomic.make_directory(directory)
     recover(directory, tag)
     with _ONE_AT_A_TIME:
@@ -135,9 +136,9 @@ def begin(directory: Path, tag: str) -> Path:
 
 
 def finish(directory: Path, tag: str, *, latest: bool = True) -> Path:
-    """Everything is written: ``tag`` appears, and ``latest`` names it, if so told ([Note: Atomic directories]).
+    """Rename the written directory to ``tag`` ([Note: Atomic directories]). latest: let ``latest`` name it.
 
-    An error leaves everything as it was, the work directory included.
+    An error leaves everything unchanged, including the work directory.
     """
     work, target, old = work_of(directory, tag), directory / tag, _old(directory, tag)
     atomic.sync(work)
@@ -163,10 +164,9 @@ def finish(directory: Path, tag: str, *, latest: bool = True) -> Path:
 
 
 def keep_last(directory: Path, count: int) -> None:
-    """Remove all but the last ``count`` checkpoints with automatic tags; those that somebody named stay.
+    """Remove all but the last ``count`` checkpoints with automatic tags; keep those with tags from the user.
 
-    So does what ``latest`` names. The last ones are those that were written last, which need not be those of the
-    highest steps.
+    The checkpoint that ``latest`` names is kept as well. "Last" means written last, not the highest step.
     """
     kept = latest(directory)
     for tag in [name for name in saved(directory) if step_of(name) is not None][count:]:
@@ -174,12 +174,12 @@ def keep_last(directory: Path, count: int) -> None:
             continue
         gone = directory / f"{_WORK}removed-{tag}"
         with suppress(OSError):
-            (directory / tag).rename(gone)  # so that half of it is never taken for a checkpoint
+            (directory / tag).rename(gone)  # so that a half-removed directory never looks like a checkpoint
             _remove(gone)
 
 
 def abandon(directory: Path, tag: str) -> None:
-    """Remove what was written so far, after ``begin``; never raises."""
+    """Remove the directory that ``begin`` created, with its contents; never raises."""
     work = work_of(directory, tag)
     shutil.rmtree(work, ignore_errors=True)
     _under_way.discard(work.absolute())
@@ -188,7 +188,7 @@ def abandon(directory: Path, tag: str) -> None:
 
 
 def recover(directory: Path, tag: str) -> None:
-    """End what a killed run began when it replaced ``tag``."""
+    """Finish or undo the replacement of ``tag`` by a killed run."""
     old = _old(directory, tag)
     with _ONE_AT_A_TIME:
         if not os.path.lexists(old):
@@ -200,7 +200,7 @@ def recover(directory: Path, tag: str) -> None:
 
 
 def work_of(directory: Path, tag: str) -> Path:
-    """Where ``tag`` is written until it is whole."""
+    """Return the directory that ``tag`` is written into until it is complete."""
     return directory / f"{_WORK}{tag}"
 
 
@@ -209,14 +209,14 @@ def _old(directory: Path, tag: str) -> Path:
 
 
 def _begins_with(directory: Path, prefix: str) -> list[Path]:
-    """The entries of ``directory`` with such names; none where it cannot be read."""
+    """Return the entries of ``directory`` whose names begin with ``prefix``; none if it cannot be read."""
     with suppress(OSError):
         return [path for path in directory.iterdir() if path.name.startswith(prefix)]
     return []
 
 
 def _remove(path: Path) -> None:
-    """A whole directory, or a file or link that somebody has put in its place."""
+    """Remove a directory with its contents, or a file or link in its place."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -224,7 +224,7 @@ def _remove(path: Path) -> None:
 
 
 def _make_newest(directory: Path, work: Path) -> None:
-    """Date the index in ``work`` after all others: clocks tick slowly, may be set back, and differ between machines."""
+    """Make the index in ``work`` newer than all others: clocks are coarse, set back, and differ between machines."""
     tags = saved(directory)
     newest = (directory / tags[0] / INDEX).stat().st_mtime_ns if tags else 0
     ours = (work / INDEX).stat()

@@ -84,7 +84,7 @@ class Core:
     def unfrozen(self) -> dict[str, nn.Parameter]:
         """The parameters that were frozen when the layout was made and are not now, by name."""
         pairs = zip(self.partition.specs, self.partition.inside, strict=True)
-        found = {spec.name: p for spec, p in pairs if p.requires_grad and not spec.trainable}
+        found = {spec.name: p for spec, p in pairs if not spec.trainable and p.requires_grad}
         found |= {name: p for name, p in self.partition.around.items() if p.requires_grad}
         if any(p.requires_grad and p.numel() for p in self.partition.outside):
             found |= {name: p for name, p in self.partition.named_outside() if p.requires_grad and p.numel()}

@@ -181,7 +181,8 @@ def _refuse_known(core: Core, groups: list[dict[str, Any]], given: list[Any]) ->
 def _group_of(optimizer: ShardedOptimizer | None) -> dict[int, int]:
     """id(parameter) → optimizer group, of the parameters that have elements."""
     groups = [] if optimizer is None else optimizer.param_groups
-    return {id(p): number for number, group in enumerate(groups) for p in group["params"] if p.numel()}
+    with torch._C.DisableTorchFunctionSubclass():  # poison is asked as fast as any other tensor
+        return {id(p): number for number, group in enumerate(groups) for p in group["params"] if p.numel()}
 
 
 def rebuild(core: Core, model: nn.Module, config: Config, optimizer: ShardedOptimizer) -> Core:

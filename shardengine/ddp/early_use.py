@@ -45,15 +45,12 @@ class EarlyUse:
         self._step_state = step_state
         self._consumer: Consumer | None = None
         self._predictable = False  # the window before had no late gradient, no second backward at its end, on any rank
-
-    @property
-    def enabled(self) -> bool:
+        self.enabled = False
         """Whether somebody uses gradients early."""
-        return self._consumer is not None
 
     def serve(self, consumer: Consumer | None) -> None:
         """Offer gradients to ``consumer`` from now on."""
-        self._consumer = consumer
+        self._consumer, self.enabled = consumer, consumer is not None
 
     @property
     def is_foreseen(self) -> bool:
@@ -78,11 +75,12 @@ class EarlyUse:
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Nothing is offered in a backward that begins inside."""
-        consumer, self._consumer = self._consumer, None
+        consumer = self._consumer
+        self.serve(None)
         try:
             yield
         finally:
-            self._consumer = consumer
+            self.serve(consumer)
 
     def note(self, *, late: bool, again: bool) -> None:
         """Whether some rank had late gradients, and whether this was not the window's first last backward.

@@ -249,6 +249,8 @@ class GradientBucket:
         self._pool = pool
         self._spill = spill if leaves else None
         self._to_step = spill
+        self.is_fetched = spill is not None and not leaves
+        """Whether the gradient travels to where it is stepped with (``fetch``)."""
         self._fetched: tuple[Tensor, Done] | None = None
         self._squares: Tensor | None = None
 

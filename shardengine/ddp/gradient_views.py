@@ -339,11 +339,12 @@ class GradientViews:
 
     def _show(self, index: int) -> None:
         parameter, view = self._parameters[index], self._shown.get(index) or self._kept(index)
-        if view is None or view.device != parameter.device:
-            view = ShardedGradient(self, index, parameter.dtype, parameter.device)
-            self._made[index] = view
-        self._shown[index] = view
-        parameter.grad = view
+        with torch._C.DisableTorchFunctionSubclass():  # poison is asked as fast as any other tensor
+            if view is None or view.device != parameter.device:
+                view = ShardedGradient(self, index, parameter.dtype, parameter.device)
+                self._made[index] = view
+            self._shown[index] = view
+            parameter.grad = view
 
     def _kept(self, index: int) -> ShardedGradient | None:
         """The object that parameter ``index`` has shown before, where nobody else has kept it: to whoever has, it is
@@ -380,8 +381,9 @@ class GradientViews:
 
     def hide(self) -> None:
         """They are stepped with, forgotten, or another backward begins: ``grad`` is None again."""
-        for index in self._shown:
-            self._parameters[index].grad = None
+        with torch._C.DisableTorchFunctionSubclass():  # poison is written as fast as any other tensor
+            for index in self._shown:
+                self._parameters[index].grad = None
         self._shown.clear()
         self._unused = set()
         self._squares, self.changed, self.multiplied, self._complete, self._again = None, False, False, None, None
@@ -392,8 +394,10 @@ class GradientViews:
     def adopt(self, *, but: int | None = None) -> None:
         """Before the step, or another backward: what the user has put in the place of a gradient is taken over, or
         refused. but: a parameter into which autograd accumulates now."""
+        with torch._C.DisableTorchFunctionSubclass():  # poison is asked as fast as any other tensor
+            grads = {index: self._parameters[index].grad for index in self._shown}
         for index, view in self._shown.items():
-            current = self._parameters[index].grad
+            current = grads[index]
             if current is view or index == but:
                 continue
             taken_over = isinstance(current, Tensor) and not isinstance(current, ShardedGradient)

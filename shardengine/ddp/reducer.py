@@ -24,6 +24,7 @@ backward: its buckets are launched last, when backward ends.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -90,6 +91,9 @@ class _Static:
 
     here: frozenset[int] | None
     anywhere: frozenset[int]
+
+
+def _nothing() -> None: ...
 
 
 class _Order:
@@ -234,7 +238,7 @@ class Reducer:
     @property
     def _today(self) -> Rules:
         """Those of this window."""
-        return self._apart if self.step_state.replicas.apart else self.rules
+        return self._apart if self.step_state.replicas.step.apart else self.rules
 
     @property
     def collectives(self) -> Collectives:
@@ -570,9 +574,11 @@ class Reducer:
             return
         brought = isinstance(self.hook, WholeGradients) and not rules.sharded  # all of it, not this rank's slice alone
 
+        offer = functools.partial(self.early_use.offer, state) if self.early_use.enabled else _nothing
+
         def on_complete(terms: Sequence[Tensor]) -> None:
             if final:
-                state.finish(terms, rules, lambda: self.early_use.offer(state))
+                state.finish(terms, rules, offer)
             else:
                 state.accumulate(terms, rules)
 

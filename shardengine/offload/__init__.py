@@ -17,13 +17,14 @@ from shardengine.offload.copy_queue import CopyQueue
 from shardengine.offload.cpu_adam import CPUAdam
 from shardengine.offload.host_memory import staging
 from shardengine.offload.nvme import Extent, IORequest
-from shardengine.offload.platform import HOST, CopyStream, Done, Fetched, Platform
+from shardengine.offload.platform import HOST, NOW, CopyStream, Done, Fetched, Platform
 from shardengine.offload.pool import BufferPool
 from shardengine.offload.shard_store import Forms, MemoryStore, ShardStore, host_copy
 from shardengine.offload.tiers import Homes, HostTier, Tier, Tiers
 
 __all__ = [
     "HOST",
+    "NOW",
     "BufferPool",
     "CPUAdam",
     "CopyQueue",

@@ -88,6 +88,10 @@ class DeviceMoment:
         return now()
 
 
+NOW = Done()
+"""The end of what is over at once: nobody has to wait for it."""
+
+
 class CopyStream:
     """Copies to and from ``device``, in the order in which they are asked for."""
 

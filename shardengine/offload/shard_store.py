@@ -18,7 +18,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from shardengine.offload.platform import HOST, Done, Platform
+from shardengine.offload.platform import HOST, NOW, Done, Platform
 
 Forms = Mapping[str, tuple[int, torch.dtype]]
 """Name → (elements, dtype) of tensors that are added to a store together."""
@@ -33,7 +33,7 @@ class ShardStore(ABC):
 
     in_file = False
     """Whether they are read and written as a whole, so that what is checked out is a copy."""
-    pending = Done()
+    pending = NOW
     """The end of the copy with which they were checked in last."""
 
     def __init__(self, device: torch.device, tier: str = "device") -> None:
@@ -72,7 +72,7 @@ class ShardStore(ABC):
         checked out already is given again."""
 
     @abstractmethod
-    def check_in(self, *, changed: bool = True, after: Done = Done()) -> None:  # noqa: B008  (it has no state)
+    def check_in(self, *, changed: bool = True, after: Done = NOW) -> None:
         """What was checked out is kept. changed: it was written to · after: the end of a copy that reads or writes
         it."""
 
@@ -163,11 +163,11 @@ class MemoryStore(ShardStore):
 
     def check_out(self, *, blank: bool = False, to_copy: bool = False) -> dict[str, Tensor]:
         """See ``ShardStore``."""
-        if not to_copy:
+        if not to_copy and self.pending is not NOW:
             self.pending.wait_on_host()
         return self._tensors
 
-    def check_in(self, *, changed: bool = True, after: Done = Done()) -> None:  # noqa: B008  (it has no state)
+    def check_in(self, *, changed: bool = True, after: Done = NOW) -> None:
         """See ``ShardStore``. The tensors are there."""
         self.pending = after
 

@@ -342,7 +342,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         options = [
             (key, describe(value)) for group in self.param_groups for key, value in group.items() if key != "params"
         ]
-        trained = bytes(parameter.requires_grad for parameter in self._reducer.views.parameters)
+        with torch._C.DisableTorchFunctionSubclass():  # poison is asked as fast as any other tensor
+            trained = bytes(parameter.requires_grad for parameter in self._reducer.views.parameters)
         writes = self._step_state.writes.text
         text = repr((options, self.scaling, self._reducer.views.digest, sorted(divisors), trained))
         self._said, text = text, text + writes
@@ -400,19 +401,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for parameter in update.touched:
                 self._steps[parameter] += 1
         way, segments = self._reducer.way_back, self._segments.of(self._labels())
-        fetches = any(state.bucket.state_store.away for state in self._reducer.buckets)
+        fetches, early = (
+            any(state.bucket.state_store.away for state in self._reducer.buckets),
+            self.settings.in_backward,
+        )
         left = self._reducer.buckets[update.stepped :]
         for state, work in zip(left, self._works(segments, update.stepped), strict=True):
             index = state.bucket.layout.index
-            if index in self.stepped_early:
+            if early and index in self.stepped_early:
                 self.stepped_early.deliver(state, way)
             else:
-                self.stepped_early.wait()  # a tier serves one thread
+                if early:
+                    self.stepped_early.wait()  # a tier serves one thread
                 state.bucket.state_store.check_out()  # takes its buffer before the next ones are prefetched
                 if fetches:
                     self.prefetch(index + 1)
                 for soon in self._reducer.buckets[index : index + 2]:
-                    soon.fetch()
+                    if soon.is_fetched:
+                        soon.fetch()
                 step_bucket(state, work, update, way, lambda: step.move(Phase.TORN))
             step.move(Phase.UPDATING)
             update.bucket_stepped()
@@ -554,7 +560,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for label in spans_of.keys() - actions.keys():
                 actions[label] = self._action(label)
             parts = [(actions[label], spans) for label, spans in spans_of.items()]
-            given = {} if self.update is None else self.update.given(index)
+            given = self.update.given(index) if self.update is not None and self.update.returned else {}
             yield Work(parts, self._to_all(Begin(), first), self._to_all(advance, all_of), given)
 
     def _rewrite(self, works: list[Work]) -> Iterator[Bucket]:

@@ -18,7 +18,7 @@ from shardengine.config import Config
 from shardengine.ddp import GradientBucket
 from shardengine.errors import InternalError
 from shardengine.kernels import Span, Spans
-from shardengine.offload import HOST, CopyQueue, Done, Fetched
+from shardengine.offload import HOST, NOW, CopyQueue, Done, Fetched
 from shardengine.optim.arithmetic import UPDATE, Action
 from shardengine.optim.loss_scale import LossScaler
 from shardengine.sharding import MASTER, Bucket, Layout, Precision
@@ -184,11 +184,11 @@ def rewrite_bucket(
     """``step_bucket`` with what is ``given`` beside the weights and states: a gradient, or nothing."""
     store = bucket.state_store
     with store.checkout() as held:
-        flats, apart, low = {**held, **given}, bucket.is_stepped_apart, None
-        weights = near = bucket.begin_weights(blank=bucket.has_master)
+        flats, apart, low, has_master = {**held, **given}, bucket.is_stepped_apart, None, MASTER in held
+        weights = near = bucket.begin_weights(blank=has_master)
         if apart:
             near = way.buffer(weights.numel(), weights.dtype, on_host=store.away)
-        if bucket.has_master:
+        if has_master:
             flats["weight"], low = flats.pop(MASTER), near
             if bucket.writes_file:
                 near.copy_(flats["weight"])  # what no group steps stays as it was
@@ -201,7 +201,7 @@ def rewrite_bucket(
         if work.parts:
             tear()
         compute(flats, work, low, scalars_on(store.device))
-        changed, end = True, Done()
+        changed, end = True, NOW
         if low is not None and (apart or bucket.writes_file):
             changed = not is_set(scalars_on(HOST)["skip"])
         if apart:
@@ -236,7 +236,7 @@ def send(pairs: Sequence[tuple[Tensor, Tensor]], low: Tensor, way: CopyQueue, *,
     for end in ends if from_host else ():
         end.wait()
     way.settle(_UNDER_WAY)
-    return ends[-1] if ends else Done()
+    return ends[-1] if ends else NOW
 
 
 def is_set(flag: Tensor | None) -> bool:

@@ -24,6 +24,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -52,6 +53,9 @@ class _Hook:
         self._refuse = refuse
 
     def __call__(self, *args: Any) -> None:
+        if transforms.innermost() is None:
+            self._call(*args)
+            return
         with transforms.outside():
             self._call(*args)
 
@@ -327,7 +331,7 @@ class _NodeEvents:
         self.reached: list[Callable[[], None]] = []
 
     def __call__(self, _gradients: Any) -> None:
-        with transforms.outside():
+        with nullcontext() if transforms.innermost() is None else transforms.outside():
             for announce in (*self.over, *self.reached):
                 announce()
 

@@ -99,9 +99,12 @@ class AgreedOrder:
         """All ranks have agreed on the gradients of a window. The next gather follows none."""
         self._past = ()
 
-    def expects(self, unit: int) -> bool:
-        """Whether every rank knows that ``unit`` is gathered now."""
-        return self._next.get(self._past) == unit
+    def gathers_as_expected(self, unit: int) -> bool:
+        """Whether every rank knows that ``unit`` is gathered now. If so, that is noted."""
+        if self._next.get(self._past) != unit:
+            return False
+        self._past = (*self._past, unit)[-self._PAST :]
+        return True
 
     def note(self, unit: int) -> None:
         """``unit`` is gathered, on all ranks."""

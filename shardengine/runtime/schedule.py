@@ -772,9 +772,9 @@ class Schedule:
 
     def _unshard(self, unit: Unit) -> None:
         agreed = self._agreed[self._grad_pass]
-        if not agreed.expects(unit.index):
+        if not agreed.gathers_as_expected(unit.index):
             self._ask(unit, agreed)
-        agreed.note(unit.index)
+            agreed.note(unit.index)
         unit.unshard(self._collectives, Purpose.WEIGHTS if self._grad_pass else Purpose.EVALUATION, self.coding)
 
     def _ask(self, unit: Unit, agreed: AgreedOrder) -> None:

@@ -12,17 +12,18 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-_inside = torch._C._functorch.peek_interpreter_stack
+innermost = torch._C._functorch.peek_interpreter_stack
+"""The transform in which this runs, or None."""
 
 
 def outside() -> AbstractContextManager[object]:
     """Inside of this no transform sees what is done ([Note: Outside])."""
-    return nullcontext() if _inside() is None else torch._C._DisableFuncTorch()
+    return nullcontext() if innermost() is None else torch._C._DisableFuncTorch()
 
 
 def inside() -> bool:
     """Whether this runs in a transform."""
-    return _inside() is not None
+    return innermost() is not None
 
 
 def unwrapped(tensor: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from shardengine.comm import Coding, Collectives, Purpose, TransferOptions, Work
 from shardengine.errors import InternalError
-from shardengine.offload import Done, ShardStore
+from shardengine.offload import NOW, Done, ShardStore
 from shardengine.sharding import SHARDED, Bucket, Elsewhere, FlatBuffer, Layout, mark_weights, reveal
 from shardengine.stages import Placement
 
@@ -116,6 +116,8 @@ class Unit:
         self.was_summoned = False
         """Whether somebody may have made a graph of weights in a storage that is gone, since ``forget_summoned``."""
         self._keeper: Keeper | None = None
+        self._keeps_inside = False
+        """Whether some bucket may keep its shard group's slice."""
 
     def ask(self, keeper: Keeper) -> None:
         """``keeper`` looks at weights before they are let go of, from now on."""
@@ -189,11 +191,13 @@ class Unit:
         self._move(UnshardState.UNSHARDING)
         try:
             for bucket in self.buckets():
-                self._loading.append(bucket.load_shard())
-                with collectives.mesh.platform.loads.is_current() if bucket.loads_from_away else nullcontext():
-                    coded = bucket.kept_inside is None and bucket.full.is_floating_point()
+                loaded = bucket.load_shard()
+                if loaded.end is not NOW:
+                    self._loading.append(loaded.end)
+                with collectives.mesh.platform.loads.is_current() if loaded.on_loads else nullcontext():
+                    coded = loaded.placement is bucket.rests and bucket.full.is_floating_point()
                     options = TransferOptions(coding if coded else None)
-                    whole = bucket.full, bucket.gathers_from, Placement.REPLICATED
+                    whole = bucket.full, loaded.placement, Placement.REPLICATED
                     self._in_flight.append(collectives.move(*whole, bucket.layout, purpose, None, options))
         except BaseException:
             self._abort_unshard()
@@ -221,8 +225,10 @@ class Unit:
         if self._keeper is not None and self.state is UnshardState.UNSHARDED:
             self._keeper.take(self)
         self._move(UnshardState.SHARDED)
-        for bucket in self.buckets():
-            bucket.keep_inside(keep_inside)
+        if keep_inside or self._keeps_inside:
+            for bucket in self.buckets():
+                bucket.keep_inside(keep_inside)
+            self._keeps_inside = keep_inside
         self.show()
         for flat_buffer in self.flat_buffers:
             flat_buffer.release(abandon=abandon)
@@ -363,8 +369,10 @@ class Unit:
 
     def forget_kept(self) -> None:
         """Nothing is kept for the next ``unshard`` beside the shards."""
-        for bucket in self.buckets():
-            bucket.keep_inside(False)
+        if self._keeps_inside:
+            for bucket in self.buckets():
+                bucket.keep_inside(False)
+            self._keeps_inside = False
 
     def owns_storage(self, keys: Collection[int]) -> bool:
         """Whether one of the storages with identity ``keys`` is a flat buffer of this unit."""

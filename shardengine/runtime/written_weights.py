@@ -243,7 +243,8 @@ class WrittenWeights:
                 self._note(name, parameter)
 
     def _watch(self, members: Iterable[Member]) -> None:
-        self._writes.note_found(self._name(member) for member in members)
+        if names := [self._name(member) for member in members]:
+            self._writes.note_found(names)
 
     def _note(self, name: str, values: Tensor) -> None:
         if self._has_values and values.numel() and not self._step_state.replicas.name:

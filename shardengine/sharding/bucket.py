@@ -10,12 +10,13 @@ backward. It is replaced where it must be left to somebody else: to a view outsi
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from shardengine.kernels import StateForm
-from shardengine.offload import Done, Homes, MemoryStore, Platform, ShardStore, Tier, host_copy
+from shardengine.offload import NOW, Done, Homes, MemoryStore, Platform, ShardStore, Tier, host_copy
 from shardengine.sharding.layout import BucketLayout, FlatBufferLayout, ParameterSpec
 from shardengine.sharding.poison import Elsewhere, hide, poison
 from shardengine.stages import Placement
@@ -52,6 +53,15 @@ def mark_weights(tensor: Tensor) -> None:
 def holds_weights(storage: torch.UntypedStorage) -> bool:
     """Whether that was written down. Costs the same for any model, and is true for as long as the storage lives."""
     return getattr(storage, _MARK, False)
+
+
+class LoadedShard(NamedTuple):
+    """A rank's part of a bucket on its way to its place in ``full``. placement: of the part, to gather from · on_loads:
+    it comes from another tier, so it must be gathered on the same stream (``Platform.loads``) · end: of the copy."""
+
+    placement: Placement
+    on_loads: bool
+    end: Done
 
 
 class Bucket:
@@ -272,23 +282,13 @@ class Bucket:
         """Whether one of host and device computes the update, and the weights are kept with the other."""
         return self.state_store.away != self.weights_away and self.flat_buffer.platform.is_apart
 
-    @property
-    def loads_from_away(self) -> bool:
-        """Whether what is gathered next comes from another tier than the device."""
-        return self.weights_away and self.kept_inside is None
-
-    @property
-    def gathers_from(self) -> Placement:
-        """The placement of what this rank keeps of the weights."""
-        return self.rests if self.kept_inside is None else Placement.SHARDED_INSIDE
-
-    def load_shard(self) -> Done:
-        """Begin to copy what this rank keeps to its place in ``full``, to be gathered from ``gathers_from``; its end.
-        It is gathered on the same stream (``Platform.loads``) where it ``loads_from_away``."""
-        store, platform, end = self.weight_store, self.flat_buffer.platform, Done()
+    def load_shard(self) -> LoadedShard:
+        """Begin to copy this rank's part to its place in ``full``, from where it is gathered."""
+        store, platform, end = self.weight_store, self.flat_buffer.platform, NOW
         if self.kept_inside is not None:
             self.own_slice(self.full, Placement.SHARDED_INSIDE).copy_(self.kept_inside)
-        elif store is not None:
+            return LoadedShard(Placement.SHARDED_INSIDE, False, end)
+        if store is not None:
             shard, place = store.check_out(to_copy=True)[SHARD], self.own_slice(self.full, self.rests)
             try:
                 if store.away:
@@ -297,7 +297,7 @@ class Bucket:
                     place.copy_(shard)
             finally:
                 store.check_in(changed=False, after=end)
-        return end
+        return LoadedShard(self.rests, store is not None and store.away, end)
 
     def leave(self, *, weights: bool) -> tuple[Placement, ShardStore] | None:
         """What outlasts its engine, with its placement: the master weights where they hold bits that the weights do

@@ -31,6 +31,7 @@ from shardengine.kernels import has_values
 
 _INNER = "_shardengine_inner"
 _ALIASES = "_shardengine_aliases"
+_LINKS = frozenset({_INNER, _ALIASES})
 _DEEPEST = 3
 """Objects in objects beside a parameter."""
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.Size)
@@ -78,6 +79,11 @@ def is_beside(parameter: Tensor) -> bool:
 def is_packed(parameter: Tensor) -> bool:
     """Whether its elements are bytes that only what is kept beside it can read, whatever their dtype says."""
     return _ALIASES in vars(parameter)
+
+
+def is_linked(parameter: Tensor) -> bool:
+    """Whether other tensors are hidden with ``parameter``, or show what it shows. Asked at every gather."""
+    return not _LINKS.isdisjoint(vars(parameter))
 
 
 def outers_of(parameter: Tensor) -> list[Tensor]:

@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardengine.errors import UsageError
 from shardengine.kernels import has_values
 from shardengine.offload import Fetched, Platform
-from shardengine.sharding.inner import aliases_of, class_of, is_outer, leaves_of, outers_of
+from shardengine.sharding.inner import aliases_of, class_of, is_linked, is_outer, leaves_of, outers_of
 
 _MARK = "shardengine_poison"
 _HIDDEN = "_shardengine_hidden"
@@ -124,29 +124,31 @@ def hide(parameter: nn.Parameter, shown: Tensor, name: str, elsewhere: Elsewhere
     with torch._C.DisableTorchFunctionSubclass():
         parameter.data = shown
         kind = _hidden_kind(type(parameter)) if shown.numel() else None
+    linked = is_linked(parameter)
     if kind is not None:
         vars(parameter)[_HIDDEN] = name, elsewhere
         if type(parameter) is not kind:
             parameter.__class__ = kind
-        for outer in outers_of(parameter):
+        for outer in outers_of(parameter) if linked else ():
             vars(outer)[_HIDDEN] = name, elsewhere
             if not isinstance(outer, _Hidden):
                 outer.__class__ = _hidden_outer_kind(type(outer))
-    for alias in aliases_of(parameter):
+    for alias in aliases_of(parameter) if linked else ():
         alias.data = shown
 
 
 def reveal(parameter: nn.Parameter, shown: Tensor) -> None:
     """Let ``parameter`` show ``shown``, and be of its own class."""
+    linked = is_linked(parameter)
     if isinstance(parameter, _Hidden):
         parameter.__class__ = type(parameter).own_class
         vars(parameter).pop(_HIDDEN, None)
-        for outer in outers_of(parameter):
+        for outer in outers_of(parameter) if linked else ():
             if isinstance(outer, _Hidden) and not any(isinstance(leaf, _Hidden) for leaf in leaves_of(outer)):
                 outer.__class__ = type(outer).own_class
                 vars(outer).pop(_HIDDEN, None)
     parameter.data = shown
-    for alias in aliases_of(parameter):
+    for alias in aliases_of(parameter) if linked else ():
         alias.data = shown
 
 

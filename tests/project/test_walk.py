@@ -23,7 +23,7 @@ from tests.support.ranks import RankPool
 _PACKAGE = "/shardengine/"
 _IS_GENERATOR, _FIRST = 0x20, 8
 """Flag of code that is resumed, and up to which instruction it has begun only."""
-ENTRIES = {2: 148, 3: 347}
+ENTRIES = {2: 61, 3: 189}
 """Stage → calls into another file per bucket, at most: backward and step; at stage 3 forward as well."""
 WARMUP, STEPS = 3, 5
 SLACK = 8
