@@ -6,9 +6,9 @@ Must not know: the format of files and index, engines.
 host memory and returns. A thread copies the optimizer states, which only an optimizer update writes; the next update
 waits for that copy. Another thread writes the copies to disk. The ranks then synchronize through the process group's
 store, because collectives belong to training and a thread must not issue any. There are two host buffers: while one is
-being written, the next save may fill the other, and the save after that waits. A failure is logged as a warning at
-once. The next call that saves (its own save is under way by then), loads or waits raises it on all ranks. Ranks notice
-a failure at different times, so they exchange failures first, and each failure is raised once.
+being written, the next save may fill the other, and the save after that waits. Rank 0 warns of a failure at once. The
+next call that saves (its own save is under way by then), loads or waits raises it on all ranks. Ranks notice a failure
+at different times, so they exchange failures first, and each failure is raised once.
 """
 
 from __future__ import annotations

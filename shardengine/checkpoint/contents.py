@@ -114,8 +114,8 @@ def sizes(core: Core) -> dict[str, int]:
 def parameter_table(core: Core) -> list[dict[str, Any]]:
     """Return a row per parameter of the model, in registration order: its names, shape, order, dtype, trainable, group.
 
-    order: the dimensions from the outermost in memory to the innermost; [] for a contiguous parameter. The elements of
-    its weight and states are counted in that order.
+    order: the dimensions from the outermost in memory to the innermost; [] for the ordinary order. The elements of its
+    weight and states are counted in that order.
     """
     specs = {id(p): spec for p, spec in zip(core.partition.inside, core.layout.parameters, strict=True)}
     rows: dict[int, dict[str, Any]] = {}

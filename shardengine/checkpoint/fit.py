@@ -1,7 +1,7 @@
-"""Whether a checkpoint fits an engine, and what then goes where. Owns: names, groups and dtypes on both sides.
+"""Check that a checkpoint fits an engine, and plan the load. Owns: names, groups and dtypes on both sides.
 
-Must not know: files, ranks. Everything is found before anything is changed: a plan has problems, or it can be carried
-out. What two layouts have in common are names and flat intervals; who held them is no matter.
+Must not know: files, ranks. All problems are found before anything is changed: a plan either has problems or can be
+carried out. Two layouts are matched by names and flat intervals alone; it does not matter which rank held them.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from shardengine.optim import ShardedOptimizer
 from shardengine.sharding import BUFFER, WEIGHT, FlatSlice
 
 Source = tuple[str, int, int, int]
-"""(file, byte offset, first and one past the last element in the part that is filled)."""
+"""(file, byte offset, first element, one past the last element); elements are counted in the part that is filled."""
 
 
 @dataclass(frozen=True)
 class Filling:
-    """A part of what the engine holds, and where its elements come from, in which dtype."""
+    """A part of the engine's tensors, with the sources of its elements and their dtype in the checkpoint."""
 
     part: FlatSlice
     dtype: torch.dtype
@@ -34,14 +34,14 @@ class Filling:
 
 @dataclass
 class Plan:
-    """What loading would do. problems: why it cannot.
+    """The plan of a load. problems: the reasons why the checkpoint cannot be loaded.
 
     missing, unexpected: names that only the engine, or only the checkpoint has (``strict=False``) · kept: frozen
-    parameters that the checkpoint leaves out, by its fingerprint of them · fresh: parts that begin anew, at zero ·
-    added: what is added to what ``fillings`` bring, in order · share: what errors are multiplied with then (contents:
-    [Note: Errors of other ranks]) · groups: per optimizer group the options to take over, None to keep its own ·
-    origins: each group's number in the checkpoint · steps: per parameter · converted: what has another dtype, in words
-    · unknown: of ``kept``, what has another dtype, so that nobody knows whether it is the same
+    parameters that the checkpoint leaves out, with their fingerprints in it · fresh: parts that are set to zero ·
+    added: parts that are added to the results of ``fillings``, in order · share: factor for the summed errors
+    (contents: [Note: Errors of other ranks]) · groups: per optimizer group the options to load, None to keep its own ·
+    origins: each group's number in the checkpoint · steps: per parameter · converted: tensors whose dtype differs, as
+    texts · unknown: the tensors in ``kept`` whose dtype differs, so that their fingerprints cannot be compared
     """
 
     problems: list[str] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Plan:
     scheduler: bool = False
 
     def onto(self, parts: Iterable[FlatSlice]) -> Plan:
-        """The same for ``parts``, which may be written to; it was made of views that may only be read."""
+        """Return the same plan for ``parts``, which are writable views; it was made from read-only views."""
         found = {(part.name, part.key, part.first): part for part in parts}
         fillings, added = ([replace(each, part=found[each.part[:3]]) for each in those]
                            for those in (self.fillings, self.added))  # fmt: skip
@@ -69,7 +69,7 @@ class Plan:
 
     @property
     def read(self) -> list[Filling]:
-        """All that is read."""
+        """All parts that are read from files."""
         return [*self.fillings, *self.added]
 
 
@@ -101,8 +101,10 @@ class _Saved:
 
 
 def plan(saved: dict[str, Any], engine: Inspection, *, strict: bool, weights_only: bool, schedule: bool = True) -> Plan:
-    """How ``engine`` takes over the checkpoint whose index is ``saved``; local, changes nothing. weights_only: of
-    tensors · schedule: whether its scheduler goes on."""
+    """Plan how ``engine`` loads the checkpoint with the index ``saved``; local, changes nothing.
+
+    weights_only: load no other tensors than weights and buffers · schedule: whether the scheduler's state is loaded.
+    """
     there, core, found = _Saved(saved), engine._core, Plan()
     sources = _match(there, core, found, strict=strict)
     found.kept = {name: there.left_out[origin] for name, origin in sources.items() if origin in there.left_out}
@@ -124,7 +126,7 @@ def plan(saved: dict[str, Any], engine: Inspection, *, strict: bool, weights_onl
         if part.key == WEIGHT and part.name in found.kept:
             continue
         if part.key == FACTOR and (entry is None or sum(p.end - p.first for p in entry[1]) != part.values.numel()):
-            continue  # there is none, or one of more or fewer columns: any will do to begin with
+            continue  # no factor in the checkpoint, or one with more or fewer columns: any factor is a valid start
         if entry is None:
             _without_source(part, sources[part.name], there, found)
             continue
@@ -140,7 +142,7 @@ def plan(saved: dict[str, Any], engine: Inspection, *, strict: bool, weights_onl
 
 
 def _take_errors(part: FlatSlice, origin: str, there: _Saved, core: Core, found: Plan) -> None:
-    """See contents: [Note: Errors of other ranks]."""
+    """Plan the error feedback of a rank for another world size (contents: [Note: Errors of other ranks])."""
     mesh = core.mesh
     found.share = mesh.ranks / there.ranks if core.reducer.rules.divisor == mesh.ranks else 1.0
     keys = [contents.error_key(rank) for rank in range(mesh.rank, there.ranks, mesh.ranks)]
@@ -155,7 +157,7 @@ def _take_errors(part: FlatSlice, origin: str, there: _Saved, core: Core, found:
 
 
 def _match(there: _Saved, core: Core, found: Plan, *, strict: bool) -> dict[str, str]:
-    """Name of each tensor here → its first name in the checkpoint, for all that are in both and fit."""
+    """Return each tensor's first name here → its first name in the checkpoint, for those that are in both and fit."""
     sources: dict[str, str] = {}
     rows = [(row["names"], row) for row in contents.parameter_table(core)]
     rows += [([row["name"]], row) for row in contents.buffer_table(core)]
@@ -182,14 +184,14 @@ def _match(there: _Saved, core: Core, found: Plan, *, strict: bool) -> dict[str,
 
 
 def _ties(there: _Saved, core: Core) -> list[str]:
-    """Names that share a tensor in the checkpoint and do not here: training would not go on as it did there."""
+    """Return a problem for each tensor of the checkpoint that is tied there and not here: training would differ."""
     here = {name: row["names"][0] for row in contents.parameter_table(core) for name in row["names"]}
     shared = [list(dict.fromkeys(here[n] for n in row.get("names", ()) if n in here)) for row in there.rows.values()]
     return [f"{', '.join(names)}: one tensor in the checkpoint, {len(names)} here" for names in shared if names[1:]]
 
 
 def _difference(saved: dict[str, Any], ours: dict[str, Any]) -> str:
-    """Why a tensor cannot be taken over; "" if it can. Every floating-point dtype can become any other."""
+    """Return why a tensor cannot be loaded; "" if it can. Any floating-point dtype can be converted to any other."""
     if ("names" in saved) != ("names" in ours):
         kinds = ["parameter" if "names" in row else "buffer" for row in (saved, ours)]
         return f"a {kinds[0]} in the checkpoint, a {kinds[1]} here"
@@ -204,13 +206,16 @@ def _difference(saved: dict[str, Any], ours: dict[str, Any]) -> str:
 
 
 def _order(row: dict[str, Any]) -> list[int]:
-    """A tensor's order in memory; dimensions of one element have no place in it."""
+    """Return a tensor's order in memory, without the dimensions of size one."""
     dimensions = row.get("order") or range(len(row["shape"]))
     return [dimension for dimension in dimensions if row["shape"][dimension] != 1]
 
 
 def _without_source(part: FlatSlice, origin: str, there: _Saved, found: Plan) -> None:
-    """The checkpoint has the parameter, but not this state of it: it was frozen, or there was no momentum."""
+    """Handle a part that the checkpoint lacks although it has the parameter: it was frozen, or had no momentum.
+
+    Such a part is set to zero. A missing weight, buffer or state that the checkpoint should have is a problem.
+    """
     if part.key in (BUFFER, WEIGHT) or (there.rows[origin]["trainable"] and part.key in there.states):
         found.problems.append(f"{part.name} ({part.key}): the checkpoint names {origin}, but has nothing of it")
     else:
@@ -294,7 +299,7 @@ def _compare_optimizers(
 
 
 def _misshapen(there: _Saved, optimizer: ShardedOptimizer, sources: dict[str, str]) -> str:
-    """What of the tensors that are kept of parameters as a whole has another dtype or shape, "" where nothing has."""
+    """Return the first state kept per whole parameter whose dtype or shape differs, as a problem; "" if none does."""
     for spec, tensors in optimizer.whole_states():
         origin = sources.get(spec.name, "")
         for key, tensor in tensors.items():
@@ -313,9 +318,9 @@ def _misshapen(there: _Saved, optimizer: ShardedOptimizer, sources: dict[str, st
 def _match_groups(
     there: _Saved, optimizer: ShardedOptimizer, core: Core, found: Plan, sources: dict[str, str], *, strict: bool
 ) -> None:
-    """Groups are the same where they hold the same parameters, in whatever order they come.
+    """Match each optimizer group with the group of the checkpoint that holds the same parameters, in any order.
 
-    Not ``strict``: of those that are in a group on both sides.
+    Without ``strict``, only the parameters that are in a group on both sides are compared.
     """
     first = core.partition.first_names()
     here = [[sources.get(first[id(p)], first[id(p)]) for p in group["params"]] for group in optimizer.param_groups]
@@ -340,7 +345,7 @@ def _match_groups(
 
 
 def _some(names: list[str]) -> str:
-    """The first few of ``names``, for a message."""
+    """Return the first few of ``names`` as text for a message."""
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return ", ".join(names[:4]) + more if names else "no parameter"
 
@@ -348,9 +353,10 @@ def _some(names: list[str]) -> str:
 def _fitting_options(
     number: int, saved: dict[str, Any], group: dict[str, Any], *, schedulers: bool
 ) -> tuple[dict[str, Any], list[str]]:
-    """The options that can be taken over, and what is wrong with the others: unknown here, or of another kind.
+    """Return the options that can be loaded, and the problems of the others: unknown here, or of another type.
 
-    schedulers: whether both sides have the same one; otherwise options that are unknown here belong to the other one.
+    schedulers: whether both sides have the same scheduler. If not, options unknown here belong to the checkpoint's
+    scheduler and are no problem.
     """
     ours = state.options_of(group)
     numbers = state.numbered(saved, ours)
@@ -370,7 +376,7 @@ def _fitting_options(
 
 
 def _compare_schedulers(there: _Saved, engine: Inspection, found: Plan, *, strict: bool) -> bool:
-    """Whether both sides have the same scheduler, or none."""
+    """Return whether both sides have the same class of scheduler, or none; plan to load its state if it fits."""
     scheduler = engine.lr_scheduler
     kinds = [
         there.scheduler["type"] if there.scheduler else "none",

@@ -1,9 +1,9 @@
-"""The index of a checkpoint: one JSON file that says what is where. Owns: its form, making, reading and checking it.
+"""The index of a checkpoint: one JSON file that locates every tensor. Owns: its format; writing, reading, checking it.
 
 Must not know: how tensors are written, whether they fit an engine.
 
-Nothing in it is believed before ``read`` has checked every type, range and name that others rely on: a checkpoint may
-come from anybody. The form is described in docs/checkpoints.md.
+A checkpoint may come from an untrusted source. So ``read`` checks every type, range and name that other modules rely
+on. The format is described in docs/checkpoints.md.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ COUNTERS = ("global_steps", "global_samples", "micro_steps")
 
 
 def file_of(rank: int) -> str:
-    """The file that ``rank`` writes."""
+    """Return the name of the file that ``rank`` writes."""
     return f"rank-{rank:05}.safetensors"
 
 
 def to_text(facts: dict[str, Any]) -> str:
-    """The index as a file: with its form's number, versions and a checksum of its own."""
+    """Return the text of an index file: ``facts`` with the format number, versions and a checksum of the index."""
     versions = {"shardengine": __version__, "torch": str(torch.__version__)}
     index = {"format": FORMAT, "versions": versions, "chunk_bytes": CHUNK_BYTES, **facts}
     return json.dumps({"sha256": _digest(index), "index": index})
 
 
 def read(directory: Path) -> dict[str, Any]:
-    """The index of the checkpoint in ``directory``; ``CheckpointError`` if it is missing, damaged or not ours."""
+    """Return the index of the checkpoint ``directory``; raise ``CheckpointError`` if it is missing or invalid."""
     path = directory / INDEX
     try:
         facts = path.stat()
@@ -85,14 +85,14 @@ class Stored:
 
 
 def entries(index: dict[str, Any]) -> Iterator[tuple[str, str, torch.dtype, list[Stored]]]:
-    """Every tensor of the model and the optimizer: (name, state, dtype, where its elements are)."""
+    """Yield every tensor of the model and the optimizer: (name, state, dtype, places of its elements)."""
     for name, kinds in index["tensors"].items():
         for kind, row in kinds.items():
             yield name, kind, DTYPES[row["dtype"]], [Stored(*piece) for piece in row["pieces"]]
 
 
 def names_at(index: dict[str, Any], file: str, start: int, end: int) -> list[str]:
-    """The tensors ("name (state)") that have some of the bytes [start, end) of ``file``, in the order of the index."""
+    """Return the tensors ("name (state)") with bytes in [start, end) of ``file``, in the order of the index."""
     found = [
         f"{name} ({kind})"
         for name, kind, dtype, pieces in entries(index)
@@ -110,7 +110,7 @@ def _digest(index: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
 
 
-# What is checked of an index
+# Checks of an index
 
 
 def _expect(fine: bool, what: str) -> None:
@@ -165,7 +165,7 @@ def _check(index: dict[str, Any]) -> None:
 
 
 def _is_loss_scaler(value: Any) -> bool:
-    """None, or what ``LossScaler.state_dict`` makes."""
+    """Return whether ``value`` is None or a valid ``LossScaler.state_dict``."""
     if value is None:
         return True
     scale = value["scale"]
@@ -182,7 +182,7 @@ def _check_piece(index: dict[str, Any], piece: Sequence[Any], itemsize: int, siz
 
 
 def _check_tables(index: dict[str, Any]) -> dict[str, int]:
-    """Name of each parameter (its first) and buffer → number of elements."""
+    """Check the tables; return the number of elements of each parameter (by first name) and buffer."""
     sizes: dict[str, int] = {}
     for table in ("parameters", "buffers"):
         for row in index[table]:

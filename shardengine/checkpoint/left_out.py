@@ -1,11 +1,11 @@
-"""Frozen weights that a checkpoint leaves out, and how they are known again.
+"""Frozen weights that a checkpoint leaves out, and the fingerprints that identify them.
 
-Owns: which they are, and their fingerprints. Must not know: files, how a checkpoint is written or filled.
+Owns: the choice of these weights, and their fingerprints. Must not know: files, how a checkpoint is written or loaded.
 
-[Note: Fingerprints] Adapters fit the base model that they were trained with, and no other. So the index has a number
-for each parameter that is left out: the sum, modulo 2^32, of the CRC-32 of each of 64 elements (its bytes and its
-number) that are spread evenly over it. Ranks add up those of their own elements, whichever these are. It finds another
-model; a flipped bit it finds only in one of the 64.
+[Note: Fingerprints] Adapters fit only the base model that they were trained with. So the index has a fingerprint for
+each parameter that is left out: the sum, modulo 2^32, of the CRC-32 of each of 64 elements (its bytes and its number)
+that are spread evenly over the parameter. Each rank sums over the elements that it owns, so the layout does not matter.
+A fingerprint detects another model. It detects a flipped bit only in one of the 64 elements.
 """
 
 from __future__ import annotations
@@ -26,20 +26,23 @@ _MODULUS = 1 << 32
 
 
 def names(core: Core, module: nn.Module) -> set[str]:
-    """First names of the parameters that are neither trained nor saved by peft; collective where it has adapters."""
+    """Return the first names of the parameters that are neither trained nor saved by peft.
+
+    Collective if ``module`` has adapters.
+    """
     kept = adapters.saved(core, module)
     rows = [row for row in contents.parameter_table(core) if not row["trainable"]]
     return {row["names"][0] for row in rows if kept.isdisjoint(row["names"])}
 
 
 def parts_of(parts: Iterable[FlatSlice], chosen: set[str]) -> tuple[list[FlatSlice], list[FlatSlice]]:
-    """``parts`` without those of the parameters ``chosen``, and those."""
+    """Split ``parts`` into (all others, the weights of the parameters ``chosen``)."""
     rows = [(part.name in chosen and part.key == WEIGHT, part) for part in parts]
     return [part for inside, part in rows if not inside], [part for inside, part in rows if inside]
 
 
 def sums(parts: Iterable[FlatSlice], sizes: Mapping[str, int]) -> Counter[str]:
-    """Name → this rank's share of its fingerprint. parts: what it owns of them · sizes: elements of each."""
+    """Return this rank's share of each fingerprint, by name. parts: those it owns · sizes: elements per parameter."""
     found: Counter[str] = Counter()
     for part in parts:
         size = sizes[part.name]
@@ -57,7 +60,7 @@ def sums(parts: Iterable[FlatSlice], sizes: Mapping[str, int]) -> Counter[str]:
 
 
 def together(shares: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """The fingerprints, of every rank's ``sums``."""
+    """Return the fingerprints. shares: the ``sums`` of every rank."""
     total: Counter[str] = Counter()
     for share in shares:
         total.update(share)

@@ -1,15 +1,15 @@
-"""Filling an engine from a checkpoint of any number of ranks, stage and precision. Owns: the order of a load.
+"""Load an engine from a checkpoint of any world size, stage and precision. Owns: the order of a load.
 
-Must not know: the form of files and index, how names and intervals are matched.
+Must not know: the format of files and index, how names and intervals are matched.
 
-1. choose   rank 0 lists what is there; the first checkpoint that every rank finds whole is taken
+1. choose   rank 0 lists the checkpoints; the first one that every rank finds undamaged is loaded
 2. verify   every rank verifies the chunks that it needs, unless the engine is new, and reads its random states
-3. fill     every rank reads and verifies its intervals into its own memory; a few blocks of 4 MiB come on top
+3. fill     every rank reads and verifies its intervals into its own memory, plus a few blocks of 4 MiB
 
-[Note: Nothing to lose] An engine that has not trained is filled while its checkpoint is verified: the bytes are read
-once. Where some are damaged it takes the next checkpoint, and if none is whole its optimizer refuses to train. What has
-trained, what a load only fills in part (``strict=False``, ``weights_only``) and what has no optimizer to refuse is
-verified first, so that damage changes nothing, and then read again.
+[Note: Nothing to lose] An engine that has not trained is filled while its checkpoint is verified, so the bytes are read
+once. If some are damaged, the engine takes the next checkpoint; if all are damaged, its optimizer refuses to train. In
+three cases the checkpoint is verified first and then read again, so that damage changes nothing: the engine has
+trained, the load fills only part of it (``strict=False``, ``weights_only``), or it has no optimizer that could refuse.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from shardengine.sharding import BUFFER, WEIGHT
 _PARTLY = ". The engine is partly loaded and refuses to train: load another checkpoint or build it anew"
 OPTIMIZER, SCHEDULER = "optimizer", "scheduler"
 _PARTS = {OPTIMIZER, SCHEDULER}
-"""What a load may be without."""
+"""The parts that ``without=`` may exclude from a load."""
 _MOSTLY_ALONE = 1.5
-"""× a checkpoint's size is what all ranks read together at most, where each reads past the page cache."""
+"""Ranks bypass the page cache if together they read at most this many times the size of the checkpoint."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What was loaded, from where. missing, unexpected: tensors that only the model, or only the checkpoint has."""
+    """The result of a load. missing, unexpected: tensors that only the model, or only the checkpoint has."""
 
     tag: str
     directory: Path
@@ -58,8 +58,10 @@ class Checkpoint:
 
 @dataclass
 class _Candidate:
-    """A checkpoint as one rank sees it. kept: its share of the fingerprints of what the checkpoint leaves out · unfit,
-    damaged: why it is not loaded."""
+    """A checkpoint as one rank sees it.
+
+    kept: this rank's share of the fingerprints of the weights that are left out · unfit, damaged: why it is not loaded.
+    """
 
     place: Path
     saved: dict[str, Any] = field(default_factory=dict)
@@ -72,8 +74,11 @@ class _Candidate:
 
 @dataclass(frozen=True)
 class _Way:
-    """How a load goes. strict: see ``Engine.load_checkpoint`` · weights_only: of tensors, those of the model · at_once:
-    [Note: Nothing to lose] · schedule: whether the scheduler goes on · counts: whether the counters do."""
+    """The mode of a load.
+
+    strict: see ``Engine.load_checkpoint`` · weights_only: load no other tensors than the model's · at_once: fill while
+    verifying ([Note: Nothing to lose]) · schedule: load the scheduler's state · counts: load the counters.
+    """
 
     strict: bool
     weights_only: bool
@@ -91,9 +96,9 @@ def load(
     weights_only: bool,
     without: Collection[str] = (),
 ) -> Checkpoint:
-    """Fill the engine from the first checkpoint that every rank finds whole. See ``Engine.load_checkpoint``.
+    """Fill the engine from the first checkpoint that every rank finds undamaged. See ``Engine.load_checkpoint``.
 
-    Also the way on after an update that nothing can finish (recovery: [Note: Back to one step]).
+    A load also recovers an engine whose update cannot be finished (recovery: [Note: Back to one step]).
     """
     core = engine._core
     collectives, rank = core.collectives, core.mesh.rank
@@ -117,7 +122,7 @@ def load(
     told = collectives.exchange_objects([run_on_all_ranks(collectives, what, listed), new], what)
     (names, astray), new = told[0][0], all(row[1] for row in told)  # after a reset() only some ranks may be new
     if interrupted:
-        core.step_state.lose()  # its gradients go now
+        core.step_state.lose()  # discards its gradients
     _come_to_rest(engine)
     if engine.optimizer is not None and strict and not weights_only and _replace_unreadable(core):
         engine.optimizer.end_window()
@@ -142,7 +147,7 @@ def load(
 
 
 def _come_to_rest(engine: Inspection) -> None:
-    """Nothing is on its way to weights or states any more."""
+    """Wait until nothing in flight reads or writes weights or states."""
     core = engine._core
     core.await_weights()
     core.schedule.reshard_all()
@@ -154,9 +159,10 @@ def _come_to_rest(engine: Inspection) -> None:
 
 
 def _interrupted(engine: Inspection, *, whole: bool) -> bool:
-    """Whether an update was interrupted for good, so that an open window is no obstacle to loading.
+    """Return whether an update was interrupted for good, so that an open accumulation window may be discarded.
 
-    whole: everything that the update has left half done will be loaded.
+    whole: the load replaces everything that the update has left half done. UsageError if it does not, or if
+    collectives of the update may still be in flight.
     """
     state = engine._core.step_state
     if engine.optimizer is None or not state.has_begun:
@@ -175,12 +181,12 @@ def _interrupted(engine: Inspection, *, whole: bool) -> bool:
 
 
 def _replace_unreadable(core: Core) -> bool:
-    """Before all weights and states are written: have zeros where a file has lost them. Whether it had."""
+    """Replace weights and states that a file has lost by zeros, before a load writes all of them; return if any."""
     return sum(store.replace_unreadable() for unit in core.units for store in unit.stores()) > 0
 
 
 def _beside(folder: Path) -> str:
-    """What is said where ``folder`` has no other checkpoint: a Trainer makes a folder for each."""
+    """Return a hint for a ``folder`` without another checkpoint: a Trainer makes one folder per checkpoint."""
     beside = directory.beside(folder)
     return f"the newest beside it is in {beside}" if beside is not None else "there is no other checkpoint"
 
@@ -189,8 +195,10 @@ def _beside(folder: Path) -> str:
 
 
 def _candidates(folder: Path, tag: str | None) -> tuple[list[str], str]:
-    """The checkpoints to try, in order: the given one alone, or what ``latest`` names, then all others from the newest;
-    and what ``directory.astray`` says. Also ends what a killed run began.
+    """Return (the checkpoints to try, in order; the text of ``directory.astray``).
+
+    With ``tag``, that checkpoint alone; else the one that ``latest`` names, then all others from the newest. Saves that
+    were interrupted are recovered first. CheckpointError if there is no such checkpoint.
     """
     if tag is not None:
         directory.check_tag(tag)
@@ -210,9 +218,10 @@ def _candidates(folder: Path, tag: str | None) -> tuple[list[str], str]:
 
 
 def _take_first(engine: Inspection, folder: Path, names: list[str], way: _Way, astray: str) -> _Candidate:
-    """Load the first candidate that all ranks find whole; raises, on all ranks, where it does not fit or none is.
+    """Load the first candidate that all ranks find undamaged; return it.
 
-    astray: as ``directory.astray``.
+    Raises on all ranks if the first candidate does not fit, or if every one is rejected. astray: the text of
+    ``directory.astray``.
     """
     collectives, rank = engine._core.collectives, engine.rank
     rejected: list[str] = []
@@ -226,7 +235,7 @@ def _take_first(engine: Inspection, folder: Path, names: list[str], way: _Way, a
             unfit = _other_base(engine._core, candidate, left_out.together([view[2] for view in views]), way)
         if unfit and not rejected:
             _raise_everywhere(collectives, UsageError(unfit))
-        damaged = damaged or unfit  # somebody else's beside a damaged one of ours is no reason to stop looking
+        damaged = damaged or unfit  # after a damaged candidate, one that does not fit (of another run) is skipped
         if not damaged:
             damaged, touched = _take(engine, candidate, way), True
         if not damaged:
@@ -243,9 +252,10 @@ def _take_first(engine: Inspection, folder: Path, names: list[str], way: _Way, a
 
 
 def _other_base(core: Core, candidate: _Candidate, here: dict[str, int], way: _Way) -> str:
-    """Why frozen parameters that the checkpoint leaves out are not those that it was saved with; "" if they are.
+    """Return why frozen parameters that the checkpoint leaves out differ from those it was saved with; "" if equal.
 
-    Where the dtype is another one nothing is known of them, which ``_say`` tells.
+    Without ``strict`` a difference is only a warning. Parameters of another dtype are not compared; ``_say`` warns of
+    them.
     """
     there = {name: row["dtype"] for row in candidate.saved["parameters"] for name in row["names"]}
     rows = {row["names"][0]: row for row in contents.parameter_table(core)}
@@ -267,13 +277,13 @@ def _other_base(core: Core, candidate: _Candidate, here: dict[str, int], way: _W
 
 
 def _raise_everywhere(collectives: Collectives, error: ShardEngineError) -> NoReturn:
-    """Raise what every rank raises now, so that nobody needs to be told."""
+    """Raise ``error``, which every rank raises now, so that it is not propagated to the other ranks."""
     collectives.failures.mark_known(error)
     raise error
 
 
 def _examine(engine: Inspection, place: Path, way: _Way) -> _Candidate:
-    """Read the index, compare it, verify this rank's part of the files; never raises for what may be wrong with it."""
+    """Read the index, compare it, verify this rank's part of the files; problems are recorded, not raised."""
     candidate = _Candidate(place)
     core = engine._core
     try:
@@ -315,7 +325,10 @@ def _told(candidate: _Candidate, damage: Damage) -> str:
 
 
 def _verified_first(candidate: _Candidate, core: Core, way: _Way) -> dict[str, list[tuple[int, int]]]:
-    """File → byte ranges: the heads of this rank's share of the files, and what it will read, unless it is new."""
+    """Return file → byte ranges to verify before the load.
+
+    These are the heads of this rank's share of the files and, unless ``at_once``, the bytes that it will read.
+    """
     files: dict[str, list[tuple[int, int]]] = {}
     for number, file in enumerate(sorted(candidate.saved["files"])):
         if number % core.mesh.ranks == core.mesh.rank:
@@ -327,12 +340,15 @@ def _verified_first(candidate: _Candidate, core: Core, way: _Way) -> dict[str, l
 
 
 def _random_places(saved: dict[str, Any], rank: int) -> dict[str, tuple[str, int, int]]:
-    """Name → (file, byte offset, bytes) of the random states of ``rank``, or of the one that it begins from."""
+    """Return name → (file, byte offset, bytes) of the random states for ``rank``.
+
+    A rank that the checkpoint does not have gets those of rank modulo the saved world size.
+    """
     return {name: tuple(rows[rank % saved["world_size"]]) for name, rows in saved["random"].items()}
 
 
 def _read_random_states(reader: Reader, saved: dict[str, Any], core: Core) -> dict[str, Tensor]:
-    """Read, and found to be usable."""
+    """Read this rank's random states and check that they can be restored."""
     states, wanted = {}, dict[str, list[Wanted]]()
     for name, (file, offset, count) in _random_places(saved, core.mesh.rank).items():
         states[name] = torch.empty(count, dtype=torch.uint8)
@@ -346,14 +362,14 @@ def _read_random_states(reader: Reader, saved: dict[str, Any], core: Core) -> di
 
 
 def _take(engine: Inspection, chosen: _Candidate, way: _Way) -> str:
-    """Fill the engine; "", or, on all ranks, what was damaged: the engine is partly loaded then. Collective."""
+    """Fill the engine; return "", or on all ranks the damage, which leaves the engine partly loaded. Collective."""
     core, optimizer = engine._core, engine.optimizer
     collectives = core.collectives
     parts = partial(contents.held, core, optimizer, writable=True)
     chosen.plan = run_on_all_ranks(collectives, f"loading checkpoint {chosen.place}", lambda: chosen.plan.onto(parts()))
     if optimizer is not None:
         optimizer.end_window()
-        core.step_state.lose()  # until load() knows better
+        core.step_state.lose()  # until load() has finished
     fillings, alone = chosen.plan.fillings, _reads_alone(chosen, core)
     weights = [filling for filling in fillings if filling.part.key in (WEIGHT, BUFFER)]
     states = [filling for filling in fillings if filling.part.key not in (WEIGHT, BUFFER)]
@@ -362,7 +378,7 @@ def _take(engine: Inspection, chosen: _Candidate, way: _Way) -> str:
     with Reader(chosen.place, files, chosen.saved["chunk_bytes"], direct=direct) as reader:
 
         def fill(part: list[fit.Filling], added: Sequence[fit.Filling] = ()) -> str:
-            """What was damaged on any rank; "" if nothing was."""
+            """Fill these parts; return the first damage that any rank found, "" if there is none."""
             texts = collectives.exchange_objects(
                 run_on_all_ranks(collectives, what, lambda: _filled(reader, chosen, part, added)), what
             )
@@ -374,13 +390,13 @@ def _take(engine: Inspection, chosen: _Candidate, way: _Way) -> str:
                 damaged = fill(states, chosen.plan.added)
     if not damaged:
         run_on_all_ranks(collectives, what, lambda: _restore(engine, chosen, way))
-    if damaged and not way.at_once:  # it was whole a moment ago, and an older one need not write all of the engine
+    if damaged and not way.at_once:  # it was verified before, and an older one may not overwrite all of the engine
         _raise_everywhere(collectives, CheckpointError(f"{what} failed: {damaged}"))
     return damaged
 
 
 def _filled(reader: Reader, chosen: _Candidate, fillings: list[fit.Filling], added: Sequence[fit.Filling]) -> str:
-    """Fill; "", or what is damaged."""
+    """Read this rank's parts; return "", or a text about the damage."""
     try:
         _fill(reader, fillings)
         for each in added:
@@ -393,14 +409,14 @@ def _filled(reader: Reader, chosen: _Candidate, fillings: list[fit.Filling], add
 
 
 def _reads_alone(chosen: _Candidate, core: Core) -> bool:
-    """Whether ranks have little in common of what they read: then the page cache of a machine is of no use."""
+    """Return whether the ranks read mostly different bytes, so that the page cache of a machine does not help."""
     needed = sum(end - start for ranges in _ranges(chosen.plan.read).values() for start, end in ranges)
     whole: int = sum(facts["bytes"] for facts in chosen.saved["files"].values())
     return needed * core.mesh.ranks <= _MOSTLY_ALONE * whole
 
 
 def _ranges(fillings: Iterable[fit.Filling]) -> dict[str, list[tuple[int, int]]]:
-    """File → the bytes that are read of it."""
+    """Return file → the byte ranges that ``fillings`` read from it."""
     files: dict[str, list[tuple[int, int]]] = {}
     for filling in fillings:
         for file, offset, start, stop in filling.sources:
@@ -410,7 +426,7 @@ def _ranges(fillings: Iterable[fit.Filling]) -> dict[str, list[tuple[int, int]]]
 
 @torch.no_grad()
 def _fill(reader: Reader, fillings: Iterable[fit.Filling]) -> None:
-    """Write every view of ``fillings``; in the order of the files, whatever theirs is."""
+    """Fill the part of each of ``fillings``, reading file by file."""
     wanted: dict[str, list[Wanted]] = {}
     apart: list[tuple[Tensor, Tensor]] = []
     for filling in fillings:
@@ -427,14 +443,17 @@ def _fill(reader: Reader, fillings: Iterable[fit.Filling]) -> None:
 
 @torch.no_grad()
 def _add(reader: Reader, filling: fit.Filling) -> None:
-    """Onto what is there."""
+    """Add the elements that are read to the part of ``filling``."""
     read = torch.empty_like(filling.part.values)
     _fill(reader, [fit.Filling(filling.part._replace(values=read), filling.dtype, filling.sources)])
     filling.part.values.add_(read)
 
 
 def _restore(engine: Inspection, chosen: _Candidate, way: _Way) -> None:
-    """Everything but weights, buffers and the optimizer's tensors."""
+    """Restore everything but the tensors that were read: scheduler, random states, options, steps, loss scale.
+
+    Fresh parts are set to zero. With ``weights_only`` only the scheduler and the count of skipped steps are restored.
+    """
     plan = chosen.plan
     if plan.scheduler:
         state.restore_scheduler(engine.lr_scheduler, chosen.saved["lr_scheduler"], plan.origins)
@@ -452,7 +471,7 @@ def _restore(engine: Inspection, chosen: _Candidate, way: _Way) -> None:
 
 
 def _begin_averages(plan: fit.Plan) -> None:
-    """Those that the checkpoint does not have begin with the weights that it has."""
+    """Set averages that the checkpoint does not have to its weights."""
     fresh = [part for part in plan.fresh if part.key == AVERAGE]
     weights = {(f.part.name, f.part.first): f.part for f in plan.fillings if f.part.key == WEIGHT} if fresh else {}
     for part in fresh:
@@ -468,7 +487,7 @@ def _restore_random_states(core: Core, chosen: _Candidate) -> None:
 
 
 def _say(engine: Inspection, chosen: _Candidate, way: _Way, begun: list[dict[str, Any]]) -> None:
-    """Warn of what a user may not have meant. begun: the groups of an engine that has not trained, as they were."""
+    """Warn of differences that the user may not intend. begun: the optimizer groups of a new engine before the load."""
     plan, notes = chosen.plan, []
     before, now = chosen.saved["batch"].get("train_batch_size"), engine.train_batch_size()
     if before and before != now and way.counts:

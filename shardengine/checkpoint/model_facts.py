@@ -1,6 +1,6 @@
-"""What Hugging Face and peft need to know of a model besides its weights, as JSON. Owns: finding it in a module.
+"""The facts about a model that Hugging Face and peft need besides its weights, as JSON. Owns: finding them in a module.
 
-Must not know: those libraries; a module that has what they have is described, any other is not.
+Must not know: those libraries. A module is described by the attributes that their modules have, if it has them.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from torch import nn
 
 
 def describe(module: nn.Module) -> dict[str, Any]:
-    """{"class", "config", "generation_config", "peft"}; None where the module has nothing of the kind.
+    """Return {"class", "config", "generation_config", "peft"}; a value is None if the module has no such thing.
 
-    A module that only carries the config of a model inside of it has other names than that model: it has no config.
+    A wrapper that only passes on the config of the model inside it has other parameter names than that model. So its
+    config is None.
     """
     adapters = getattr(module, "peft_config", None)
     inside: Any = getattr(module, "get_base_model", None)
@@ -32,7 +33,7 @@ def describe(module: nn.Module) -> dict[str, Any]:
 
 def _config_of(module: nn.Module, name: str) -> dict[str, Any] | None:
     config = getattr(module, name, None)
-    if not callable(getattr(type(module), "save_pretrained", None)):  # on the class: wrappers pass attributes on
+    if not callable(getattr(type(module), "save_pretrained", None)):  # of the class: wrappers forward attributes
         return None
     if not callable(getattr(config, "to_json_string", None)):
         return None
@@ -41,7 +42,7 @@ def _config_of(module: nn.Module, name: str) -> dict[str, Any] | None:
 
 
 def _plain(value: Any) -> Any:
-    """``value`` as JSON: sets become sorted lists, enumerations their values, what is neither becomes a text."""
+    """Return ``value`` as JSON: sets become sorted lists, enumerations their values, other objects texts."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, set | frozenset):

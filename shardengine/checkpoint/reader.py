@@ -1,10 +1,11 @@
-"""Reading the files of a checkpoint: what is given out was verified by its checksums. Owns: reading ahead, damage.
+"""Read the files of a checkpoint and verify the checksums of all bytes that are used. Owns: reading ahead, damage.
 
-Must not know: engines, parameters, the form inside of a file.
+Must not know: engines, parameters, the format of a file.
 
-[Note: Reading ahead] Threads read a few blocks ahead while the chunks of the first are verified and copied to where
-they belong. Bytes that nobody else on this machine reads go past the page cache (``direct``), in several reads at once;
-others through it, one read after the other, so that the system reads ahead as well and the next rank finds them there.
+[Note: Reading ahead] Threads read a few blocks ahead while the chunks of the first block are verified and copied to
+their targets. Bytes that no other rank on this machine reads bypass the page cache (``direct``), with several reads at
+once. Other bytes go through the page cache, one read after the other, so that the system reads ahead as well and the
+next rank finds them in the cache.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from shardengine.offload import direct_io, staging
 
 _BLOCK_BYTES = 4 << 20
 _AHEAD = 4
-"""Blocks that are being read while one is looked at."""
+"""Number of blocks that are read ahead while one is verified."""
 _MAX_OPEN = 64
-"""Files that a reader holds open: a checkpoint may have more of them than a process may open."""
+"""Limit of files that a reader keeps open: a checkpoint may have more files than a process may open."""
 Ranges = Iterable[tuple[int, int]]
 """Bytes [start, end) of a file."""
 
 
 @dataclass(frozen=True)
 class Damage:
-    """Bytes [start, end) of ``file`` are not what was written; ``what`` says how."""
+    """Bytes [start, end) of ``file`` differ from those that were written; ``what`` describes the damage."""
 
     file: str
     start: int
@@ -46,7 +47,7 @@ class Damage:
 
 
 class DamageError(CheckpointError):
-    """What was to be read is damaged."""
+    """A file, or bytes of it, are damaged or missing."""
 
     def __init__(self, damage: Damage) -> None:
         super().__init__(f"{damage.file} {damage.what}")
@@ -55,7 +56,7 @@ class DamageError(CheckpointError):
 
 @dataclass(frozen=True)
 class Wanted:
-    """``target`` (1-D, on any device) takes elements of ``dtype`` from byte ``offset`` of a file on."""
+    """A request: fill ``target`` (1-D, on any device) with elements of ``dtype`` from byte ``offset`` of a file on."""
 
     offset: int
     target: Tensor
@@ -69,7 +70,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class _Block:
-    """Bytes [start, end) of a file, which are whole chunks."""
+    """Bytes [start, end) of a file: whole chunks (the last chunk of a file may be shorter)."""
 
     file: str
     start: int
@@ -77,9 +78,9 @@ class _Block:
 
 
 class Reader:
-    """Ranges of the files in one directory. files: name → "bytes" and "chunks", a CRC-32 per ``chunk_bytes``.
+    """Reads ranges of the files in one directory. files: name → "bytes" and "chunks", a CRC-32 per ``chunk_bytes``.
 
-    direct: past the page cache, where the file system can do that ([Note: Reading ahead]).
+    direct: bypass the page cache if the file system supports it ([Note: Reading ahead]).
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class Reader:
         self._opened.clear()
 
     def fill(self, wanted: Mapping[str, Sequence[Wanted]]) -> None:
-        """Fill every target. wanted: by file. ``DamageError`` where that is not possible; some are filled then."""
+        """Fill every target. wanted: requests by file. Raises ``DamageError``; some targets may be filled by then."""
         todo = {file: sorted(rows, key=lambda row: row.offset) for file, rows in wanted.items()}
         done = dict.fromkeys(todo, 0)
         for file, at, data in self.verified({f: [(row.offset, row.end) for row in rows] for f, rows in todo.items()}):
@@ -122,7 +123,7 @@ class Reader:
                     part.copy_(data[first - at : last - at].view(row.dtype))
 
     def damage(self, file: str, ranges: Ranges) -> Damage | None:
-        """What is wrong with ``file``, or, if it is there, with the first bad chunk of those that hold ``ranges``."""
+        """Return the damage of ``file`` or of the first bad chunk with bytes of ``ranges``; None if there is none."""
         try:
             for _ in self.verified({file: ranges}):
                 pass
@@ -131,10 +132,11 @@ class Reader:
         return None
 
     def verified(self, ranges: Mapping[str, Ranges]) -> Iterator[tuple[str, int, Tensor]]:
-        """(file, first byte, data) of every chunk that holds some of ``ranges``, file by file from its start on.
+        """Yield (file, first byte, data) of every chunk with bytes of ``ranges``, file by file from the start on.
 
-        data: uint8, valid until the next is asked for. ``DamageError`` at the first thing that is wrong, or a little
-        before where that is a file's size. One at a time: the memory is the reader's.
+        data: uint8, valid until the next chunk is requested. Raises ``DamageError`` at the first damage; a file that is
+        missing or has the wrong size is noticed a few blocks early. Only one such iteration may run at a time, because
+        it uses the reader's memory.
         """
         if self._reading:
             raise InternalError("Reader.verified: expected the last one to be at its end, it is still going on")
@@ -151,11 +153,11 @@ class Reader:
                 yield from self._whole(*under_way[0])
                 free.append(under_way.popleft()[1])
         finally:
-            wait([future for _, _, future in under_way])  # until then the memory is theirs
+            wait([future for _, _, future in under_way])  # until then they write to the memory
             self._reading = False
 
     def read(self, file: str, offset: int, target: Tensor) -> None:
-        """Fill ``target`` (1-D, contiguous, on the CPU) with the bytes from ``offset`` on, which nobody verifies."""
+        """Fill ``target`` (1-D, contiguous, on the CPU) with the bytes from ``offset`` on, without verifying them."""
         data = target.view(torch.uint8)
         try:
             count = direct_io.read(self._open(file, direct=False), [direct_io.bytes_of(data)], offset, data.numel())
@@ -173,7 +175,7 @@ class Reader:
                     yield _Block(file, start, min(start + self._block_bytes, end))
 
     def _size(self, file: str) -> int:
-        """Of a file that is there and as long as it should be."""
+        """Return the size of ``file``; raise ``DamageError`` unless it is a regular file of the expected size."""
         size = self._files[file]["bytes"]
         try:
             facts = (self._directory / file).stat()
@@ -189,7 +191,7 @@ class Reader:
 
     def _unreadable(self, file: str, error: OSError) -> Damage:
         if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
-            raise error  # this process's trouble, not the file's
+            raise error  # a limit of this process, no damage of the file
         missing = isinstance(error, FileNotFoundError)
         text = "is missing" if missing else f"cannot be read ({error.strerror})"
         return Damage(file, 0, self._files[file]["bytes"], text)
@@ -210,7 +212,7 @@ class Reader:
         return self._threads.submit(direct_io.read, number, [direct_io.bytes_of(data[:padded])], block.start, count)
 
     def _whole(self, block: _Block, data: Tensor, future: Future[int]) -> Iterator[tuple[str, int, Tensor]]:
-        """The chunks of a block that was asked for, verified one by one."""
+        """Yield the chunks of a block that was submitted, each after it is verified."""
         try:
             count = future.result()
         except OSError as error:
@@ -224,7 +226,7 @@ class Reader:
             yield block.file, start, data[at : end - block.start]
 
     def _open(self, file: str, *, direct: bool) -> int:
-        """A file's number. Those that are being read are the last that were asked for, and stay open."""
+        """Return the descriptor of a file. Closes the least recently used one if too many are open."""
         key = (file, direct)
         number = self._opened.pop(key, None)
         if number is None:
@@ -239,7 +241,7 @@ class Reader:
 
 
 def _runs(ranges: Ranges, chunk: int) -> list[tuple[int, int]]:
-    """The chunks that hold the bytes of ``ranges``, as intervals [first, last) of chunk numbers that do not touch."""
+    """Return the chunks with bytes of ``ranges``, as intervals [first, last) of chunk numbers that do not touch."""
     runs: list[tuple[int, int]] = []
     for start, end in sorted(ranges):
         first, last = start // chunk, -(-end // chunk)

@@ -1,10 +1,10 @@
-"""Writing a checkpoint, at once or behind training. Owns: what is saved of an engine, and the order of a save.
+"""Write a checkpoint, synchronously or behind training. Owns: the contents of the index, and the order of a save.
 
-Must not know: the form of tensor files, how ranks meet.
+Must not know: the format of tensor files, how ranks synchronize.
 
-1. directory   rank 0 makes an empty one beside the checkpoints
-2. files       every rank writes its tensors, and beside them what the index has to say of them
-3. index       rank 0 puts it together from those, removes them, and renames the directory
+1. directory   rank 0 creates an empty directory beside the checkpoints
+2. files       every rank writes its tensors to one file, and its entry of the index to another
+3. index       rank 0 combines these entries to the index, removes them, and renames the directory
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _OPEN = (
 class Job:
     """Everything that one rank writes of one checkpoint.
 
-    tensors: what is written, by its key in the file · behind: how many, from the end, are the optimizer's states
-    parts: (name, state, dtype, first, end) of each that is no random state · random: the keys of those that are
-    left_out: this rank's share of the fingerprints of what is not written, by name
-    latest: whether ``latest`` names it from now on
-    ready: returns when the tensors hold what is saved · platform: of the device on which they are, if any is
+    tensors: the tensors to write, by their keys in the file · behind: how many of them, from the end, are optimizer
+    states · parts: (name, state, dtype, first, end) of each tensor but random states · random: keys of random states
+    left_out: this rank's share of the fingerprints of the weights that are not written, by name
+    latest: whether ``latest`` is changed to name this checkpoint
+    ready: returns when the tensors hold the values to save · platform: that of their device, or the host's
     """
 
     folder: Path
@@ -70,7 +70,7 @@ def save(
     frozen: bool = True,
     latest: bool = True,
 ) -> Path:
-    """Write a checkpoint; its directory. See ``Engine.save_checkpoint``."""
+    """Write a checkpoint and return its directory. See ``Engine.save_checkpoint``."""
     core = engine._core
     collectives = core.collectives
     core.step_state.require("saving", "save_checkpoint")
@@ -78,7 +78,10 @@ def save(
     absent = set() if frozen else left_out.names(core, engine.module)
 
     def prepare() -> Job:
-        """What may be wrong on one rank alone is found before anything is written."""
+        """Check the arguments and collect the tensors, so that errors of one rank are found before anything is written.
+
+        Raises UsageError.
+        """
         core.step_state.require("save_checkpoint")
         if not isinstance(client, dict):
             raise UsageError(f"client_state: expected a dict of JSON values, got {type(client).__name__}")
@@ -111,20 +114,20 @@ def save(
 
 
 def finish(engine: Inspection) -> None:
-    """Wait until everything that was saved is on disk; raises what went wrong, on all ranks; collective."""
+    """Wait until all saves are on disk; raise the failures of any rank on all ranks. Collective."""
     if engine._saves is not None:
-        engine._saves.await_copy()  # of a save that failed before it was submitted nobody else does
+        engine._saves.await_copy()  # surface() does not wait for the copy of a save that was never submitted
         engine._saves.surface(engine._core.collectives)
 
 
 def background_of(engine: Inspection) -> Background:
-    """What is written behind the engine's training."""
+    """Return the asynchronous saves of ``engine``, created on first use."""
     found: Background = engine._save_behind(Background)
     return found
 
 
 def _describe(engine: Inspection) -> dict[str, Any]:
-    """What a checkpoint of ``engine`` says, without files and client state."""
+    """Return the facts in the index of a checkpoint of ``engine``, except files and client state."""
     core = engine._core
     letters = (
         core.stage.weights_after_forward, core.stage.weights_after_backward, core.stage.gradients, core.stage.state,
@@ -178,7 +181,7 @@ def _job(engine: Inspection, folder: Path, tag: str, facts: dict[str, Any], abse
 
 
 def _write(job: Job, meet: Meet) -> None:
-    """The order of a save; what fails on one rank fails on all, and leaves nothing behind."""
+    """Run the steps of a save; a failure on one rank is raised on all and leaves no files behind."""
     first, begun = job.rank == 0, False
 
     def begin() -> None:
@@ -188,7 +191,7 @@ def _write(job: Job, meet: Meet) -> None:
             begun = True
 
     def conclude() -> None:
-        """Rank 0: the index, the directory's final name, ``latest``, and what is too old."""
+        """On rank 0: write the index, rename the directory, update ``latest``, remove old checkpoints."""
         if first:
             work = directory.work_of(job.folder, job.tag)
             atomic.write_text(work / directory.INDEX, index.to_text({**job.facts, **_collect(job, work)}))
@@ -216,7 +219,7 @@ def _write_behind(job: Job, meet: Meet) -> None:
 
 
 def _write_file(job: Job) -> None:
-    """This rank's file, and beside it what the index says of it."""
+    """Write this rank's file, and beside it the entry of the index for it."""
     work = directory.work_of(job.folder, job.tag)
     if not work.is_dir():
         raise CheckpointError(
@@ -243,7 +246,7 @@ def _entry_of(work: Path, rank: int) -> Path:
 
 
 def _collect(job: Job, work: Path) -> dict[str, Any]:
-    """The index's ``files``, ``tensors``, ``random`` and ``left_out``, from each rank's, which are removed."""
+    """Return ``files``, ``tensors``, ``random`` and ``left_out`` of the index from all ranks' entries; remove these."""
     files: dict[str, Any] = {}
     tensors: dict[str, dict[str, Any]] = {}
     random: dict[str, list[Any]] = {}

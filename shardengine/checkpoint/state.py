@@ -1,6 +1,6 @@
-"""Everything of a training that is no tensor of the model: JSON values, and the random states of a rank.
+"""The state of a training run besides the tensors of model and optimizer: JSON values, and a rank's random states.
 
-Owns: what counts as JSON, options of groups and scheduler, random states. Must not know: files, buckets.
+Owns: the conversion to and from JSON, options of groups and scheduler, random states. Must not know: files, buckets.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from shardengine.optim import ShardedOptimizer, stays
 
 _NESTED = "_schedulers"
 _PER_GROUP = {"base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums"}
-"""What torch's schedulers keep as a list with one entry per optimizer group."""
+"""Entries of torch's schedulers that are lists with one value per optimizer group."""
 
 
 def require_json(value: Any, path: str) -> None:
-    """``UsageError`` with the path of the first value that JSON would not give back as it is."""
+    """Raise ``UsageError`` with the path of the first value that JSON cannot restore exactly."""
     if value is None or isinstance(value, str | bool | int):
         return
     if isinstance(value, float):
@@ -51,7 +51,10 @@ def require_json(value: Any, path: str) -> None:
 
 
 def plain(value: Any, path: str) -> Any:
-    """``value`` as JSON: tuples become lists, integer keys strings and tensors of one element numbers; see ``like``."""
+    """Return ``value`` as JSON: tuples become lists, integer keys strings, tensors of one element numbers.
+
+    The inverse is ``like``. UsageError for other values that are not JSON.
+    """
     if isinstance(value, dict):
         names = {str(k) if isinstance(k, int) and not isinstance(k, bool) else k: v for k, v in value.items()}
         result: Any = {key: plain(item, f"{path}.{key}") for key, item in names.items()}
@@ -64,7 +67,7 @@ def plain(value: Any, path: str) -> Any:
 
 
 def like(value: Any, current: Any) -> Any:
-    """``value``, read from JSON, with the types of ``current``, all the way down: schedulers hold other schedulers."""
+    """Return ``value``, read from JSON, with the types of ``current``, recursively: schedulers hold other schedulers."""
     if isinstance(current, tuple | list) and isinstance(value, list):
         items = [like(item, beside) for item, beside in itertools.zip_longest(value, current[: len(value)])]
         return tuple(items) if isinstance(current, tuple) else items
@@ -77,9 +80,9 @@ def like(value: Any, current: Any) -> Any:
 
 
 def is_like(value: Any, current: Any) -> bool:
-    """Whether ``value``, read from JSON, can stand for ``current``: finite numbers for numbers, all the way down.
+    """Return whether ``value``, read from JSON, can replace ``current``: the same structure, with finite numbers.
 
-    None is for None and flags.
+    None can replace None and flags, and be replaced by them.
     """
     if value is None or current is None:
         return all(each is None or isinstance(each, bool) for each in (value, current))
@@ -89,7 +92,7 @@ def is_like(value: Any, current: Any) -> bool:
         fine = isinstance(current, dict) and isinstance(value, dict)
         return fine and (not _has_integer_keys(current) or all(_is_entry(*item) for item in value.items()))
     if _is_number(current):
-        return _is_number(value) and abs(value) <= sys.float_info.max  # neither NaN nor what no float can be
+        return _is_number(value) and abs(value) <= sys.float_info.max  # neither NaN nor too large for a float
     return type(value) is type(current)
 
 
@@ -102,13 +105,16 @@ def _has_integer_keys(value: dict[Any, Any]) -> bool:
 
 
 def _is_entry(key: str, value: Any) -> bool:
-    """Whether it can be one of a dict from integers to numbers."""
+    """Return whether the pair can be an entry of a dict from integers to numbers."""
     return key.isdecimal() and len(key) < 20 and is_like(value, 0)
 
 
 def optimizer_state(optimizer: ShardedOptimizer | None, core: Core) -> dict[str, Any] | None:
-    """Class; the parameters (first names) and options of every group; steps of every parameter; the shapes of what is
-    kept of parameters as a whole."""
+    """Return the optimizer's kind, groups and steps; None without optimizer.
+
+    groups: parameters (first names) and options · steps: per parameter · facts, if any: JSON values per parameter that
+    the update rule keeps · whole, if any: the shapes of states that are kept per whole parameter.
+    """
     if optimizer is None:
         return None
     first = core.partition.first_names()
@@ -128,15 +134,17 @@ def optimizer_state(optimizer: ShardedOptimizer | None, core: Core) -> dict[str,
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
-    """What is saved of an optimizer group beside its parameters."""
+    """Return the options of an optimizer group that are saved."""
     return {key: value for key, value in group.items() if key != "params" and not stays(value)}
 
 
 def restore_optimizer(
     optimizer: ShardedOptimizer, groups: list[dict[str, Any] | None], steps: list[int], facts: dict[str, Any]
 ) -> None:
-    """The opposite; None keeps a group's own options. The groups stay the same dicts: schedulers hold them. facts: what
-    was kept of each parameter."""
+    """Restore ``optimizer_state``. groups: options per group, None to keep its own · facts: as in ``optimizer_state``.
+
+    The groups are updated in place, because schedulers hold the same dicts.
+    """
     for group, options in zip(optimizer.param_groups, groups, strict=True):
         group.update({key: like(value, group[key]) for key, value in (options or {}).items()})
     optimizer.steps[:] = steps
@@ -146,11 +154,10 @@ def restore_optimizer(
 def changed_rates(
     before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]], scheduled: bool = False
 ) -> str:
-    """That options of parameter groups are those of a checkpoint, and not those that this run began with; "" where they
-    are the same.
+    """Return a warning if a load changed learning rates or weight decay that this run began with; "" if it did not.
 
-    before, now: the options of each group. scheduled: a scheduler goes on from the checkpoint. Then the rates that it
-    began with are compared. ReduceLROnPlateau records none: then no rates are.
+    before, now: the options of each group. scheduled: a scheduler continues from the checkpoint. Then the initial rates
+    are compared. ReduceLROnPlateau records none, so no rates are compared with it.
     """
     found = []
     for number, (own, loaded) in enumerate(zip(before, now, strict=False)):
@@ -168,50 +175,50 @@ def changed_rates(
 
 
 def scaler_state(optimizer: ShardedOptimizer | None) -> dict[str, Any] | None:
-    """The loss scale and how it came to be; None where the loss is not scaled."""
+    """Return the loss scale with its counters; None if the loss is not scaled."""
     scaler = None if optimizer is None else optimizer.settings.scaler
     return None if scaler is None or optimizer is None else optimizer.scaling
 
 
 def restore_scaler(optimizer: ShardedOptimizer | None, saved: dict[str, Any] | None) -> None:
-    """The opposite; where only one side scales its loss, nothing."""
+    """Restore ``scaler_state``; do nothing if either side does not scale its loss."""
     scaler = None if optimizer is None else optimizer.settings.scaler
     if scaler is not None and saved is not None:
         scaler.load_state_dict(saved)
 
 
 def restore_skipped(optimizer: ShardedOptimizer | None, saved: dict[str, Any] | None) -> None:
-    """The count of skipped steps alone: a loss scale begins anew with its optimizer."""
+    """Restore only the count of skipped steps: the loss scale starts afresh together with the optimizer."""
     scaler = None if optimizer is None else optimizer.settings.scaler
     if scaler is not None and saved is not None:
         scaler.count_on(int(saved["skipped"]))
 
 
 _INFINITE = {"inf": math.inf, "-inf": -math.inf}
-"""What stands for a number that JSON has not: ReduceLROnPlateau begins with the worst one, a limit may be none."""
+"""Names for numbers that JSON lacks: ReduceLROnPlateau begins with the worst value, a limit may be infinite."""
 
 
 def scheduler_state(scheduler: Any) -> dict[str, Any] | None:
-    """Class and state of torch's scheduler."""
+    """Return the class name and the state of a torch scheduler; None if there is none."""
     if scheduler is None:
         return None
     return {"type": type(scheduler).__name__, "state": plain(_each_named(scheduler.state_dict()), "lr_scheduler")}
 
 
 def _each_named(values: dict[str, Any]) -> dict[str, Any]:
-    """Infinite numbers by their names."""
+    """Return ``values`` with infinite numbers replaced by their names."""
     names = {number: name for name, number in _INFINITE.items()}
     return {k: names[v] if isinstance(v, float) and math.isinf(v) else v for k, v in values.items()}
 
 
 def numbered(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, Any]:
-    """The opposite, of what is a number in ``current``."""
+    """Return ``saved`` with these names replaced by numbers, for the keys that are numbers in ``current``."""
     names = {key for key, value in saved.items() if isinstance(value, str) and value in _INFINITE}
     return {k: _INFINITE[v] if k in names and _is_number(current.get(k)) else v for k, v in saved.items()}
 
 
 def scheduler_problems(scheduler: Any, saved: dict[str, Any], origins: list[int | None]) -> list[str]:
-    """Why ``scheduler`` cannot go on from the state of another one of its class. origins: as in ``fit.Plan``."""
+    """Return why ``scheduler`` cannot load a saved state of its class, a text each. origins: as in ``fit.Plan``."""
     current = scheduler.state_dict()
     return _differences(_regrouped(saved["state"], current, origins), current, "lr_scheduler")
 
@@ -232,7 +239,7 @@ def _differences(saved: dict[str, Any], current: dict[str, Any], path: str) -> l
 
 
 def _regrouped(saved: dict[str, Any], current: dict[str, Any], origins: list[int | None]) -> dict[str, Any]:
-    """A scheduler's state with what it keeps per group in the order of the groups here; new groups keep their own."""
+    """Return a scheduler's state with its per-group values in the order of the groups here; new groups keep theirs."""
     found = dict(saved)
     for key in saved.keys() & current.keys():
         theirs, ours = saved[key], current[key]
@@ -248,14 +255,14 @@ def _regrouped(saved: dict[str, Any], current: dict[str, Any], origins: list[int
 
 
 def restore_scheduler(scheduler: Any, saved: dict[str, Any], origins: list[int | None]) -> None:
-    """The opposite. What the scheduler does not have itself is left out."""
+    """Restore ``scheduler_state``, except entries that ``scheduler`` does not have. origins: as in ``fit.Plan``."""
     current = scheduler.state_dict()
     state = numbered(_regrouped(saved["state"], current, origins), current)
     scheduler.load_state_dict({key: like(value, current[key]) for key, value in state.items() if key in current})
 
 
 def random_states(device: torch.device) -> list[tuple[str, Tensor]]:
-    """This rank's random states as uint8 tensors: torch (CPU, and CUDA where it computes there), Python, numpy."""
+    """Return this rank's random states as uint8 tensors: torch (CPU, and CUDA on a CUDA device), Python, numpy."""
     legacy: Any = numpy.random.get_state(legacy=True)
     _, key, position, has_gauss, cached = legacy
     states = {
@@ -269,7 +276,7 @@ def random_states(device: torch.device) -> list[tuple[str, Tensor]]:
 
 
 def require_random_states(states: dict[str, Tensor], device: torch.device) -> None:
-    """``ValueError`` unless ``restore_random_states`` takes ``states``; nothing is changed."""
+    """Raise ``ValueError`` unless ``restore_random_states`` can restore ``states``; nothing is changed."""
     try:
         if "torch" in states:
             torch.Generator().set_state(states["torch"])
@@ -290,7 +297,7 @@ def require_random_states(states: dict[str, Tensor], device: torch.device) -> No
 
 
 def restore_random_states(states: dict[str, Tensor], device: torch.device) -> None:
-    """The opposite. ``states``: name → uint8 tensor."""
+    """Restore ``random_states``. states: name → uint8 tensor."""
     if "torch" in states:
         torch.set_rng_state(states["torch"])
     if "python" in states:
@@ -312,7 +319,7 @@ def _numpy_state(state: Tensor) -> tuple[Any, ...]:
 
 
 def seed_anew(states: dict[str, Tensor], rank: int) -> None:
-    """Random states for a rank that the checkpoint does not have, from those of another: the same ones every time."""
+    """Seed a rank that the checkpoint does not have, deterministically, from its number and another rank's states."""
     digest = hashlib.sha256(str(rank).encode())
     for name in sorted(states):
         digest.update(bytes(states[name].tolist()))

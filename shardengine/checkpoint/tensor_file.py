@@ -1,14 +1,14 @@
-"""One file of tensors, written as a stream, with a checksum of every chunk. The form is safetensors.
+"""Write one file of tensors as a stream, with a checksum of every chunk. The format is safetensors.
 
-Must not know: engines, parameters, what the tensors mean.
+Must not know: engines, parameters, the meaning of the tensors.
 
 [Note: Checksums] Every file is cut into chunks of ``CHUNK_BYTES``, and the index keeps a CRC-32 of each. So a rank that
-needs a part of a file verifies that part, and no more. A checksum finds damage; it is no signature.
+needs a part of a file verifies only the chunks of that part. A checksum detects damage; it is no signature.
 
-[Note: Streaming] A few blocks: while some are on their way to the disk, past the page cache where the file system can
-do that (O_DIRECT), the next is filled and its checksums are taken. So the disk does not wait for the processor, unless
-its checksums are the slower of the two. What is on a device with a memory of its own is copied straight to the blocks,
-which are page-locked then, one chunk ahead: while a chunk arrives, the checksum of the one before is taken.
+[Note: Streaming] A writer has a few blocks. While some are written to disk, bypassing the page cache if the file system
+can (O_DIRECT), the next block is filled and its checksums are computed. So the disk does not wait for the processor,
+unless the checksums are slower than the disk. Tensors on a device with memory of its own are copied directly to the
+blocks, which are page-locked then, one chunk ahead: the checksum of a chunk is computed while the next one arrives.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from shardengine.offload import HOST, Done, Platform, direct_io
 CHUNK_BYTES = 1 << 20
 _BLOCK_CHUNKS = 4
 _BLOCKS = 6
-"""Of a writer: one is filled, the others are being written."""
+"""Blocks of a writer: one is filled, the others are being written."""
 _ON_HOST = Platform(HOST)
 _CODES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -47,7 +47,7 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _CODES}
 
 @dataclass(frozen=True)
 class Written:
-    """A finished file: its size, a CRC-32 per chunk, where each tensor begins (bytes from the start of the file)."""
+    """A finished file: its size, a CRC-32 per chunk, the offset of each tensor (bytes from the start of the file)."""
 
     bytes: int
     chunks: list[int]
@@ -57,9 +57,9 @@ class Written:
 def header_of(
     tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]], metadata: dict[str, str] | None = None
 ) -> tuple[bytes, dict[str, int], int]:
-    """The head of a safetensors file: (its bytes, where each tensor begins, size of the whole file).
+    """Return the header of a safetensors file: (its bytes, the offset of each tensor, size of the whole file).
 
-    Tensors lie in the given order without gaps; the head is padded, so that the first one starts at a page.
+    Tensors follow in the given order without gaps; the header is padded so that the first one starts at a page.
     """
     header: dict[str, Any] = {}
     offset = 0
@@ -77,8 +77,7 @@ def header_of(
 
 
 def write(path: Path, tensors: Sequence[tuple[str, Tensor]], platform: Platform = _ON_HOST) -> Written:
-    """Write a new safetensors file and fsync it. The tensors may be views of anything, on ``platform``'s device or the
-    host."""
+    """Write a new safetensors file and fsync it. tensors: may be views, on the device of ``platform`` or the host."""
     ordered = sorted(tensors, key=lambda item: -item[1].element_size())  # every tensor then starts aligned
     head, offsets, total = header_of([(key, tensor.dtype, tensor.shape) for key, tensor in ordered])
     with Stream(path, total, platform) as stream:
@@ -89,7 +88,7 @@ def write(path: Path, tensors: Sequence[tuple[str, Tensor]], platform: Platform 
 
 
 class _Chunk(NamedTuple):
-    """Bytes [start, end) of ``block``. copies: the ends of those that bring it, with what they copy."""
+    """Bytes [start, end) of ``block``. copies: for each copy into it that is in flight, its end and its source."""
 
     block: Tensor
     start: int
@@ -98,12 +97,13 @@ class _Chunk(NamedTuple):
 
 
 class Stream:
-    """A new file that bytes are appended to ([Note: Streaming]); whole and durable when its ``with`` ends."""
+    """A new file that bytes are appended to ([Note: Streaming]); complete and durable when its ``with`` ends."""
 
     def __init__(self, path: Path, size: int = 0, platform: Platform = _ON_HOST) -> None:
-        """size: bytes that will be appended, where that is known: their room on the disk is taken at once.
+        """Create the file at ``path``.
 
-        platform: of the device that holds what will be appended.
+        size: bytes that will be appended, 0 if unknown; disk space for them is reserved at once · platform: that of the
+        device that holds the data.
         """
         self.chunks: list[int] = []
         self._ahead = int(platform.is_apart)
@@ -111,9 +111,9 @@ class Stream:
         self._blocks = list(platform.host_buffer(count * _BLOCK_CHUNKS * CHUNK_BYTES, pinned=True).chunk(count))
         self._stream = platform.saves
         self._copies: list[tuple[Done, Tensor]] = []
-        """Of the chunk that is being filled."""
+        """Copies in flight to the chunk that is being filled."""
         self._arriving: deque[_Chunk] = deque()
-        """Chunks whose checksums are still to be taken."""
+        """Chunks whose checksums are not computed yet."""
         self._file = direct_io.open_direct(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
             direct_io.take_room(self._file, size)
@@ -147,7 +147,7 @@ class Stream:
                 os.close(self._file)
 
     def put(self, data: Tensor) -> None:
-        """Append ``data``: uint8 [bytes], on the device or the host, which nobody changes until the ``with`` ends."""
+        """Append ``data``: uint8 [bytes], on the device or the host. It must not change until the ``with`` ends."""
         start = 0
         while start < data.numel():
             count = min(data.numel() - start, CHUNK_BYTES - self._filled % CHUNK_BYTES)
@@ -161,7 +161,7 @@ class Stream:
                 self._conclude(self._ahead)
 
     def _end_chunk(self) -> None:
-        """All copies of the chunk that is being filled have begun; the next one is filled from now on."""
+        """End the chunk that is being filled, after all copies to it have begun, and start the next one."""
         block, start = self._blocks[0], (self._filled - 1) // CHUNK_BYTES * CHUNK_BYTES
         self._arriving.append(_Chunk(block, start, self._filled, self._copies))
         self._copies = []
@@ -170,7 +170,7 @@ class Stream:
             self._filled = 0
 
     def _conclude(self, left: int) -> None:
-        """Take the checksums of all chunks but the last ``left``, once they are there, and write full blocks."""
+        """Wait for all chunks but the last ``left``, compute their checksums, and write full blocks."""
         while len(self._arriving) > left:
             block, start, end, copies = self._arriving[0]
             _await(copies)
@@ -180,13 +180,13 @@ class Stream:
                 self._flush(block, end)
 
     def _flush(self, block: Tensor, count: int) -> None:
-        """Begin to write the first ``count`` bytes of ``block``."""
+        """Start writing the first ``count`` bytes of ``block``."""
         self._finish(_BLOCKS - 2)
         pages = direct_io.bytes_of(block)[: direct_io.whole_pages(count)]
         write = partial(direct_io.write, self._file, [pages], self._written)
         try:
             self._under_way.append(self._threads.submit(write))
-        except RuntimeError:  # the process is ending: it waits for threads that are there and lets nobody start one
+        except RuntimeError:  # a process that is ending waits for running threads, but starts no new ones
             write()
         self._written += count
 

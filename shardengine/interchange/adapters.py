@@ -2,9 +2,9 @@
 
 Must not know: files of weights. Names follow ``PeftModel.save_pretrained`` of peft 0.21; peft itself is not imported.
 
-[Note: A resized vocabulary] peft saves embeddings and output layer with the adapter where the base model has another
-vocabulary size. peft asks the model for these layers. A checkpoint has no model, so here they are the weights with one
-row for each word.
+[Note: A resized vocabulary] If the base model has another vocabulary size, peft saves embeddings and output layer with
+the adapter. peft asks the model for these layers. A checkpoint has no model, so here they are the weights with one row
+per word.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _EMBEDDINGS = ("embed_tokens", "lm_head")
 
 
 def configs(stored: Stored, chosen: str | None) -> dict[str, dict[str, Any]]:
-    """Adapter → its config, of all adapters or of the ``chosen`` one; UsageError for what is not LoRA."""
+    """Return adapter name → config, for all adapters or the ``chosen`` one; UsageError for other types than LoRA."""
     there = stored.model.get("peft") or {}
     if chosen is not None and chosen not in there:
         known = f"it has {', '.join(map(repr, there))}" if there else "its model was no peft model"
@@ -44,12 +44,12 @@ def configs(stored: Stored, chosen: str | None) -> dict[str, dict[str, Any]]:
 
 
 def config_file(config: dict[str, Any]) -> dict[str, Any]:
-    """What ``adapter_config.json`` holds: the config as of a model that is not trained further."""
+    """Return the contents of ``adapter_config.json``: the config with ``inference_mode`` set."""
     return {**dict(sorted(config.items())), "inference_mode": True}
 
 
 def outputs(stored: Stored, weights: list[Output], adapter: str, config: dict[str, Any]) -> list[Output]:
-    """The tensors of ``adapter`` out of all ``weights``, under the names that peft gives them."""
+    """Return the tensors of ``adapter`` among ``weights``, under the names that peft gives them."""
     found: dict[str, Output] = {}
     words, before = words_of(stored.model.get("config")), words_of(base_config(config))
     resized = words is not None and before is not None and words != before
@@ -68,7 +68,7 @@ def outputs(stored: Stored, weights: list[Output], adapter: str, config: dict[st
 
 
 def _name_of(name: str, adapter: str, config: dict[str, Any], *, first: bool) -> str:
-    """A parameter's name in the adapter's file; "" if it is not part of the adapter."""
+    """Return a parameter's name in the adapter's file; "" if it is not part of the adapter."""
     own = re.escape(adapter)
     if match := re.fullmatch(rf"(.+\.lora_magnitude_vector)\.{own}(?:\.weight)?", name):
         return match[1]
@@ -77,23 +77,23 @@ def _name_of(name: str, adapter: str, config: dict[str, Any], *, first: bool) ->
     if match := re.fullmatch(rf"(.+)\.modules_to_save\.{own}\.(.+)", name):
         return f"{match[1]}.{match[2]}"
     if match := re.fullmatch(rf"(.+\.token_adapter\.trainable_tokens_delta)\.{own}", name):
-        return match[1] if first else ""  # a tied layer's is the same one
+        return match[1] if first else ""  # a tied layer has the same delta
     endings = {"all": ".bias", "lora_only": ".base_layer.bias"}
     if (ending := endings.get(str(config.get("bias")))) is not None and name.endswith(ending):
         return name
-    tokens = config.get("trainable_token_indices") is not None  # then the tokens' own rows are all that is kept
+    tokens = config.get("trainable_token_indices") is not None  # then only the rows of these tokens are saved
     return name if not tokens and _is_targeted_embedding(name, config.get("target_modules")) else ""
 
 
 def words_of(config: Any) -> int | None:
-    """The size of the vocabulary in a model's config; None where it has none."""
+    """Return the vocabulary size in a model's config; None if it has none."""
     parts = [config, config.get("text_config")] if isinstance(config, dict) else []
     sizes = [part.get("vocab_size") for part in parts if isinstance(part, dict)]
     return next((size for size in sizes if isinstance(size, int)), None)
 
 
 def base_config(config: dict[str, Any]) -> Any:
-    """The config of the base model, from its directory or the hub's cache; None where it is not here."""
+    """Return the config of the base model from its directory or the hub's cache; None if it is in neither."""
     name = config.get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
         return None
@@ -112,13 +112,13 @@ def base_config(config: dict[str, Any]) -> Any:
 
 
 def _is_of_words(name: str, output: Output, words: int | None) -> bool:
-    """Whether ``output`` has a row for each word, and is no other adapter's."""
+    """Return whether ``output`` has one row per word and belongs to no other adapter."""
     other = re.search(r"\.(?:lora_\w+|modules_to_save|original_module|trainable_tokens_\w+)\b", name)
     return not other and output.shape[:1] == (words,) and name.endswith((".weight", ".bias"))
 
 
 def _is_targeted_embedding(name: str, targets: Any) -> bool:
-    """Whether ``name`` is the weight of an embedding that LoRA wraps: peft then keeps it with the adapter."""
+    """Return whether ``name`` is the weight of an embedding that LoRA wraps: peft saves it with the adapter."""
     match = re.fullmatch(rf"(?:.+\.)?({'|'.join(_EMBEDDINGS)})\.base_layer\.\w+", name)
     if match is None:
         return False

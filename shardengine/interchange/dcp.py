@@ -1,15 +1,15 @@
-"""Reads checkpoints of torch.distributed.checkpoint: a model's state dict, with or without its optimizer's.
+"""Read checkpoints of torch.distributed.checkpoint: a model's state dict, with or without its optimizer's.
 
-Owns: which key is what. Must not know: DeepSpeed, how files hold a key (``dcp_files``).
+Owns: the meaning of keys. Must not know: DeepSpeed, how files hold a key (``dcp_files``).
 
-Expected are state dicts as of ``torch.distributed.checkpoint.state_dict.get_state_dict``: fully qualified names,
-``{"model": …, "optim": …}`` (also one level deeper), flattened or not, or a model's alone. State dicts do not tell
-parameters from buffers, nor which of them are tied; the optimizer's names and the values decide (``_sort``). Exports of
-ours have the counters as well, under ``COUNTERS``.
+Expected are state dicts of ``torch.distributed.checkpoint.state_dict.get_state_dict``: fully qualified names,
+``{"model": …, "optim": …}`` (also one level deeper), flattened or not, or a model's alone. A state dict does not
+distinguish parameters from buffers, nor show which tensors are tied. The optimizer's names and the values decide
+(``_sort``). Our own exports have the counters as well, under ``COUNTERS``.
 
-[Note: Steps that nobody counted] torch's SGD keeps no number of steps. A parameter that has states and no number is
-taken to have taken one: what counts is that the next step is not the first, which would overwrite the momentum. Adam's
-bias correction needs the number itself, so there its absence is an error.
+[Note: Steps that nobody counted] torch's SGD keeps no number of steps. A parameter with states but no number is assumed
+to have taken one step: the next step must not count as the first, which would overwrite the momentum. Adam's bias
+correction needs the exact number, so its absence is an error there.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from shardengine.kernels import STATE_NAMES
 from shardengine.sharding import WEIGHT
 
 COUNTERS = "shardengine"
-"""Where our own exports keep their counters, beside "model" and "optim"."""
+"""The key of the counters in our own exports, beside "model" and "optim"."""
 _MODELS, _OPTIMIZERS = ("model", "module"), ("optim", "optimizer")
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _BIAS_CORRECTED = ("AdamW", "Adam")
 _UNEXPECTED = (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError)
-"""What comes of values that are of another type than those that torch writes."""
+"""Exceptions that values of unexpected types cause."""
 
 
 def recognises(directory: Path) -> bool:
-    """Whether ``directory`` looks like a checkpoint of torch.distributed.checkpoint."""
+    """Return whether ``directory`` looks like a checkpoint of torch.distributed.checkpoint."""
     return (directory / METADATA).is_file()
 
 
 def read(directory: str | Path, buffers: Collection[str] = ()) -> Foreign:
-    """What the checkpoint in ``directory`` holds; no pickle in it runs anything. Errors as ``deepspeed.read``.
+    """Return the contents of the checkpoint in ``directory``; its pickles run no code. Errors as ``deepspeed.read``.
 
-    buffers: names of floating-point buffers, which a state dict does not tell from frozen parameters.
+    buffers: names of floating-point buffers, which a state dict does not distinguish from frozen parameters.
     """
     try:
         return _read(Store(Path(directory)), buffers)
@@ -110,7 +110,7 @@ def _reader(store: Store, keys: Mapping[str, str]) -> Callable[[str], Tensor]:
 
 
 def _counters(store: Store, keys: _Keys, optimizer: _Optimizer) -> tuple[int, int, int]:
-    """(global steps, samples, micro-steps): ours if it is an export of ours, else what the optimizer counted."""
+    """Return (global steps, samples, micro-steps): those of our own export, else the optimizer's number of steps."""
     if keys.counters:
         ours = (keys.counters.get(name) for name in index.COUNTERS)
         steps, samples, micro_steps = (
@@ -123,17 +123,21 @@ def _counters(store: Store, keys: _Keys, optimizer: _Optimizer) -> tuple[int, in
 
 
 def _some(names: Iterable[str]) -> str:
-    """The first few of ``names``, for a message."""
+    """Return the first few of ``names`` as text for a message."""
     rows = list(names)
     return ", ".join(rows[:8]) + (f" and {len(rows) - 8} more" if len(rows) > 8 else "")
 
 
-# What is what
+# The meaning of keys
 
 
 @dataclass(frozen=True)
 class _Keys:
-    """model: name → key · optimizer: path below the optimizer → key · counters: of ours · other: paths of the rest."""
+    """The keys of a checkpoint by their meaning.
+
+    model: name → key · optimizer: path below the optimizer → key · counters: name → key, in our own exports · other:
+    paths of the rest.
+    """
 
     model: dict[str, str]
     optimizer: dict[tuple[str, ...], str]
@@ -174,9 +178,11 @@ class _Keys:
 
 @dataclass(frozen=True)
 class _Optimizer:
-    """kind: ours, None if it is none of ours, or there is none · groups: their options, if it is one of ours.
+    """The optimizer of a checkpoint.
 
-    group_of: name → its group · states: name → state → key of a tensor · counts: name → steps, None: not said
+    kind: our name for it, None if we have no such optimizer or there is none · groups: their options, if ``kind`` is
+    not None · group_of: name → its group · states: name → state → key of a tensor · counts: name → steps, None if not
+    in the checkpoint
     """
 
     kind: str | None
@@ -187,7 +193,7 @@ class _Optimizer:
 
     @staticmethod
     def of(store: Store, keys: _Keys, notes: list[str]) -> _Optimizer:
-        """What the keys say; what is not taken over goes to ``notes``."""
+        """Read the optimizer from its keys; add everything that is not imported to ``notes``."""
         states, rows = _optimizer_rows(store, keys, notes)
         groups = [group for _, group in rows]
         kind = options.kind_of(groups, None, notes) if groups else None
@@ -203,12 +209,12 @@ class _Optimizer:
         return found
 
     def held(self, name: str) -> tuple[str, ...]:
-        """The states of a parameter that ours has as well."""
+        """Return the states of a parameter that our optimizer has as well."""
         there = self.states.get(name, {})
         return tuple(state for state in STATE_NAMES.get(self.kind or "", ()) if state in there)
 
     def steps(self, store: Store, name: str) -> int:
-        """Steps it has taken ([Note: Steps that nobody counted]); ``CheckpointError`` if a state of it is missing."""
+        """Return the steps of a parameter ([Note: Steps that nobody counted]); CheckpointError if it lacks a state."""
         count, held = self.counts[name], self.held(name)
         missing = set(options.states_of(self.kind, [self.groups[self.group_of[name]]])) - set(held)
         if missing and (count or held):
@@ -243,7 +249,7 @@ class _Optimizer:
 def _optimizer_rows(
     store: Store, keys: _Keys, notes: list[str]
 ) -> tuple[dict[str, dict[str, str]], list[tuple[list[str], dict[str, Any]]]]:
-    """(name → state → key, per group (names, options))."""
+    """Return (name → state → key, per group (names, options)), from flattened or nested optimizer keys."""
     states: dict[str, dict[str, str]] = {}
     groups: dict[int, Any] = {}
     flat: dict[str, dict[str, str]] = {}
@@ -278,7 +284,7 @@ def _optimizer_rows(
             "torch.distributed.checkpoint.state_dict.get_state_dict"
         )
     listed = {name for names, _ in rows for name in names}
-    for name, row in flat.items():  # flattened: a group is what has the same options
+    for name, row in flat.items():  # flattened: parameters with the same options form a group
         if name not in listed:
             values = {option: store.any(key) for option, key in row.items()}
             same = next((names for names, other in rows if other == values), None)
@@ -290,7 +296,7 @@ def _optimizer_rows(
 
 
 def _count(store: Store, states: Mapping[str, str], group: Mapping[str, Any]) -> int | None:
-    """Steps taken: in the parameter's state or its group; None where neither says it."""
+    """Return the number of steps in a parameter's state or its group; None if it is in neither."""
     key = states.get("step")
     if key is None and "step" not in group:
         return None
@@ -301,11 +307,11 @@ def _count(store: Store, states: Mapping[str, str], group: Mapping[str, Any]) ->
 def _sort(
     store: Store, keys: _Keys, group_of: Mapping[str, int], told: Collection[str], notes: list[str]
 ) -> tuple[list[tuple[str, ...]], dict[str, Tensor]]:
-    """(names of each parameter, buffers).
+    """Sort the tensors of a model into (names of each parameter, buffers).
 
-    What the optimizer steps is a parameter. Of the rest, integers, the statistics of norms and what was ``told`` are
-    buffers; what equals a parameter in shape and value is another name of it; what is left is a frozen parameter, and
-    noted.
+    A tensor that the optimizer steps is a parameter. Of the rest, integer tensors, the statistics of norms and the
+    names that the caller gave are buffers. A tensor that equals a parameter in shape and value is another name of it.
+    Every other tensor is assumed to be a frozen parameter, which is noted.
     """
     names: dict[str, list[str]] = {name: [name] for name in keys.model if name in group_of}
     buffers: dict[str, Tensor] = {}
@@ -336,9 +342,10 @@ def _sort(
 
 
 def _ties(store: Store, keys: _Keys, stepped: list[str], rest: list[str]) -> dict[str, str | None]:
-    """Each of ``rest`` → the parameter that it is another name of: before it or ``stepped``, of its form, and equal.
+    """Return for each of ``rest`` the parameter that it is another name of, None if there is none.
 
-    Only tensors that can be equal to another one are read, each once.
+    Such a parameter is in ``stepped`` or earlier in ``rest``, and has the same shape, dtype and values. Only tensors
+    that may equal another one are read, each once.
     """
 
     def form(name: str) -> tuple[Any, ...]:
@@ -360,6 +367,7 @@ def _ties(store: Store, keys: _Keys, stepped: list[str], rest: list[str]) -> dic
 
 
 def _is_one_value(value: Tensor) -> bool:
-    """Whether all elements are equal, as those of new norms and biases are, tied or not."""
+    """Return whether all elements are equal: true of new norms and biases, so equality does not show that they are tied.
+    """
     words = value.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[value.itemsize])
     return bool(words.min() == words.max())

@@ -1,13 +1,14 @@
-"""A checkpoint as one of torch.distributed.checkpoint: {"model": …, "optim": …}. Owns: keys, reading tensors late.
+"""Export a checkpoint to torch.distributed.checkpoint: {"model": …, "optim": …}. Owns: keys, reading tensors late.
 
-Must not know: engines. Torch's own planner and writer do the writing, in one process and without a process group.
+Must not know: engines. Torch's own planner and writer write the files, in one process and without a process group.
 
 The keys are those of ``get_model_state_dict`` and ``get_optimizer_state_dict``, the latter in both of its forms: states
-have the same keys in either, groups are there by number and, flattened, by parameter. Beyond them there are "step" of
-every kind of optimizer and our counters: torch's loaders read what they ask for, and ``dcp`` asks for these.
+have the same keys in either form, groups are there by number and, flattened, by parameter. There are two more kinds of
+keys: "step" for every kind of optimizer, and our counters. ``dcp`` reads them; torch's loaders read only the keys that
+they ask for.
 
-[Note: Resolved late] The state dict that is planned holds meta tensors. The planner reads each tensor when the writer
-asks for it, and takes back the memory of the one before: the writer would keep all of them until its file is whole.
+[Note: Resolved late] The planned state dict holds meta tensors. The planner reads each tensor when the writer asks for
+it, and frees the memory of the previous one, because the writer would keep all of them until its file is complete.
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ _CLASSES: dict[str, Any] = {
 
 
 def write(stored: Stored, directory: Path, *, dtype: torch.dtype | None, as_trained: bool) -> list[str]:
-    """Weights, buffers and optimizer.
+    """Write weights, buffers and optimizer; return notes for the user.
 
-    dtype: of the parameters; None for what is stored (masters where there are any), or ``as_trained`` the model's own.
+    dtype: of the parameters. None: the stored one (fp32 for parameters with master weights), or with ``as_trained``
+    the dtype that the model was trained in.
     """
     late: dict[str, Callable[[], Tensor]] = {}
     state = {"model": _model(stored, dtype, late, exact=dtype is None and not as_trained)}
@@ -61,7 +63,7 @@ def write(stored: Stored, directory: Path, *, dtype: torch.dtype | None, as_trai
 def _model(
     stored: Stored, dtype: torch.dtype | None, late: dict[str, Callable[[], Tensor]], *, exact: bool
 ) -> dict[str, Any]:
-    """Every tensor under every name that a module's ``state_dict`` has. exact: as stored, with no rounding."""
+    """Return every tensor under each of its names in a module's ``state_dict``. exact: as stored, without rounding."""
     aliases = {row["names"][0]: row["names"] for row in stored.parameters}
     found: dict[str, Any] = {}
     for output in weights(stored, dtype):
@@ -77,11 +79,11 @@ def _model(
 
 
 def _optimizer(stored: Stored, late: dict[str, Callable[[], Tensor]]) -> dict[str, Any]:
-    """As of ``get_optimizer_state_dict``: state by name, groups by number; and groups by name, as it flattens them."""
+    """Return both forms of ``get_optimizer_state_dict``: states by name, groups by number and, flattened, by name."""
     saved = stored.index["optimizer"]
     kind = saved["kind"]
     made_by = _CLASSES.get(kind) or getattr(torch.optim, kind.removeprefix("torch.optim."), None)
-    defaults: dict[str, Any] = {}  # of a user's class, and of Muon with another: all options are saved
+    defaults: dict[str, Any] = {}  # none for a user's class, or Muon with a second optimizer
     if isinstance(made_by, type) and issubclass(made_by, torch.optim.Optimizer):
         own: Any = made_by
         defaults = own([torch.nn.Parameter(torch.empty(0, 0))], lr=0.0).defaults
@@ -111,7 +113,7 @@ def _optimizer(stored: Stored, late: dict[str, Callable[[], Tensor]]) -> dict[st
 
 
 class _LatePlanner(DefaultSavePlanner):
-    """Torch's planner for meta tensors ([Note: Resolved late]). late: flattened key → how to read the tensor."""
+    """Torch's planner for meta tensors ([Note: Resolved late]). late: flattened key → function that reads the tensor."""
 
     def __init__(self, late: dict[str, Callable[[], Tensor]]) -> None:
         super().__init__()
@@ -119,7 +121,7 @@ class _LatePlanner(DefaultSavePlanner):
         self._last: Tensor | None = None
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        """The tensor, or the bytes, of one item."""
+        """Return the tensor, or the bytes, of one item."""
         if write_item.type == WriteItemType.BYTE_IO or write_item.index.fqn not in self._late:
             return super().resolve_data(write_item)
         if self._last is not None:

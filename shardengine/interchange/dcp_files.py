@@ -1,7 +1,7 @@
-"""The files of torch.distributed.checkpoint: tensors and values by key, one when asked for, without a process group.
+"""Read tensors and values of torch.distributed.checkpoint files by key, on demand, without a process group.
 
-Owns: what ``.metadata`` says. Torch's own reader reads the tensors; ``.metadata``, which it would unpickle, is read
-inertly here and handed to it. Must not know: models, optimizers, what a key means.
+Owns: the contents of ``.metadata``. Torch's own reader reads the tensors. It would unpickle ``.metadata``, so that file
+is read here without running code, and passed to it. Must not know: models, optimizers, the meaning of a key.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ METADATA = ".metadata"
 
 
 class Store(FileSystemReader):
-    """Tensors and values of one checkpoint by key; the rest of torch's reader with metadata that was read safely."""
+    """Torch's reader for one checkpoint, with metadata that was read safely; gives tensors and values by key."""
 
     def __init__(self, place: Path) -> None:
         super().__init__(place)
@@ -53,11 +53,11 @@ class Store(FileSystemReader):
                 raise CheckpointError(f"{place / file} is missing; {METADATA} names it")
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What torch's reader asks for before it reads."""
+        """Return the metadata; torch's reader calls this before it reads."""
         return self._metadata
 
     def paths(self) -> dict[str, tuple[str, ...]]:
-        """Key → the path in the nested state dict that was saved."""
+        """Return key → its path in the nested state dict that was saved."""
         data = self._metadata.planner_data
         told = data if isinstance(data, Mapping) else {}
         return {
@@ -66,7 +66,7 @@ class Store(FileSystemReader):
         }
 
     def tensor(self, key: str) -> Tensor:
-        """The whole tensor, put together from its pieces."""
+        """Return the whole tensor, assembled from its pieces."""
         meta = self.tensors[key]
         try:
             target = torch.empty(meta.size, dtype=meta.properties.dtype)
@@ -76,15 +76,15 @@ class Store(FileSystemReader):
         return target
 
     def value(self, key: str) -> Any:
-        """A value that is no tensor: numbers, strings, lists and dicts of them."""
+        """Return a value that is no tensor: numbers, strings, lists and dicts of them."""
         return self._load({key: io.BytesIO()}, key)[key]
 
     def any(self, key: str) -> Any:
-        """The tensor or the value of ``key``."""
+        """Return the tensor or the value of ``key``."""
         return self.tensor(key) if key in self.tensors else self.value(key)
 
     def _load(self, wanted: dict[str, Any], key: str) -> dict[str, Any]:
-        """Fill ``wanted``, as ``torch.distributed.checkpoint.load`` does it on one rank."""
+        """Fill ``wanted``, as ``torch.distributed.checkpoint.load`` does on one rank."""
         planner = _Planner(self.metadata_path, key)
         try:
             planner.set_up_planner(wanted, self._metadata, is_coordinator=True)
@@ -93,7 +93,7 @@ class Store(FileSystemReader):
             self.read_data(planner.finish_plan(self.prepare_global_plan(plans)[0]), planner).wait()
         except UsageError:
             raise
-        except Exception as error:  # whatever torch comes across in a damaged file
+        except Exception as error:  # a damaged file may cause any error in torch
             files = sorted({info.relative_path for at, info in self._metadata.storage_data.items() if at.fqn == key})
             text = (str(error).strip().splitlines() or [""])[0][:200]
             raise CheckpointError(
@@ -104,14 +104,14 @@ class Store(FileSystemReader):
 
 
 class _Planner(DefaultLoadPlanner):
-    """Torch's, which unpickles values freely; this one only what ``torch.load`` allows."""
+    """Torch's planner, restricted to values that ``torch.load(weights_only=True)`` allows; torch's unpickles any."""
 
     def __init__(self, path: Path, key: str) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._at = f"{path.parent} ({key})"
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        """Take over one value."""
+        """Load one value into the state dict; UsageError if its pickle names a class that is not allowed."""
         unknown = torch.serialization.get_unsafe_globals_in_checkpoint(value)
         if unknown:
             raise refusal(self._at, sorted(unknown))
@@ -120,7 +120,7 @@ class _Planner(DefaultLoadPlanner):
 
 
 def _metadata_of(raw: Any, path: Path) -> Metadata:
-    """Torch's own objects from the stand-ins, each value checked."""
+    """Build torch's metadata objects from the stand-ins, and check each value."""
     rows: dict[str, Any] = {}
     for key, row in raw.get("state_dict_metadata").items():
         rows[str(key)] = BytesStorageMetadata() if row.stands_for.endswith("BytesStorageMetadata") else _tensor(row)

@@ -1,4 +1,4 @@
-"""The form between another program's checkpoint and ours: names, options and counters, tensors read when asked for.
+"""The intermediate form of another program's checkpoint: names, options and counters; tensors are read on demand.
 
 Must not know: any file format.
 """
@@ -20,7 +20,7 @@ KINDS: dict[type, str] = {
     Mapping: "a dict", dict: "a dict", list: "a list", tuple: "a tuple", str: "a string", bool: "true or false",
     int: "a whole number", float: "a number", Tensor: "a tensor",
 }  # fmt: skip
-"""What values are called in messages."""
+"""The names of types in messages."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class ForeignParameter:
 
     names: all of them, the one registered first at the front (tied weights have several) · dtype: of the model's weight
     (bf16, …) · group: of the optimizer, -1: none · steps: of the optimizer · states: "weight" and the optimizer's
-    ("exp_avg", …) · read: state → the whole tensor, "weight" in fp32 where there are masters; nothing is kept
+    ("exp_avg", …) · read: state → the whole tensor, not cached; "weight" is the fp32 master weight if there is one
     """
 
     names: tuple[str, ...]
@@ -43,7 +43,7 @@ class ForeignParameter:
 
     @property
     def is_stepped(self) -> bool:
-        """Whether the optimizer steps it."""
+        """Whether the optimizer steps this parameter."""
         return self.group >= 0
 
 
@@ -52,8 +52,8 @@ class Foreign:
     """A checkpoint of another program.
 
     source: a phrase, "DeepSpeed 0.19.8, ZeRO stage 2, 2 ranks" · kind: the optimizer's class here, None: no optimizer
-    state · groups: options of each group by torch's names, JSON only · notes: what was in it and is not taken over, and
-    what is assumed · client_state: what the program kept beside it, JSON only; a scheduler's state as "lr_scheduler"
+    state · groups: options of each group by torch's names, JSON only · notes: contents that are not imported, and
+    assumptions · client_state: the program's own data, JSON only; a scheduler's state as "lr_scheduler"
     """
 
     source: str
@@ -70,7 +70,7 @@ class Foreign:
 
 
 def whole_number(value: Any, what: str) -> int:
-    """``value``, a number or a tensor of one, as a count; ``CheckpointError`` (``what`` is its name) if it is none."""
+    """Return ``value``, a number or one-element tensor, as a count; CheckpointError if it is none. what: its name."""
     plain = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
     fine = isinstance(plain, int | float) and not isinstance(plain, bool) and 0 <= plain < _MOST
     if not fine or plain != int(plain):
@@ -80,12 +80,12 @@ def whole_number(value: Any, what: str) -> int:
 
 
 def named(value: Any) -> str:
-    """What kind of value it is, for a message."""
+    """Return the type of ``value`` in words, for a message."""
     if value is None:
         return "nothing"
     return next((name for kind, name in KINDS.items() if isinstance(value, kind)), f"a {type(value).__name__}")
 
 
 def digest(value: Tensor) -> bytes:
-    """Of the bytes of ``value``: equal for equal tensors of one dtype and number of elements, and for no others."""
+    """Return a hash of the bytes of ``value``; it identifies equal tensors of one dtype and number of elements."""
     return hashlib.blake2b(value.contiguous().reshape(-1).view(torch.uint8).numpy().data, digest_size=32).digest()

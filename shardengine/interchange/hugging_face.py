@@ -1,6 +1,6 @@
-"""A checkpoint as a directory that ``from_pretrained`` loads. Owns: which files that directory has.
+"""Export a checkpoint as a directory that ``from_pretrained`` loads. Owns: the files of that directory.
 
-Must not know: engines. Neither transformers nor peft is imported; what they need was saved with the checkpoint.
+Must not know: engines. Neither transformers nor peft is imported; the facts that they need are in the checkpoint.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _METADATA = {"format": "pt"}
 
 
 def has_adapters(stored: Stored) -> bool:
-    """Whether the model was wrapped by peft."""
+    """Return whether the model was wrapped by peft."""
     return bool(stored.model.get("peft"))
 
 
 def read_model(place: Path) -> dict[str, Any]:
-    """What a Hugging Face directory says of its model, as ``Stored.model`` does; UsageError where it is none."""
+    """Return the facts about the model in a Hugging Face directory, as ``Stored.model``; UsageError if it is none."""
     expected = f"--config {place}: expected a directory with config.json that names one class in 'architectures'"
     found: dict[str, Any] = {}
     try:
@@ -51,9 +51,9 @@ def read_model(place: Path) -> dict[str, Any]:
 def write(
     stored: Stored, directory: Path, *, dtype: torch.dtype | None, largest: int, model: dict[str, Any] | None = None
 ) -> list[str]:
-    """A model: config, generation config, weights; sentences on what a user may miss. UsageError without a config.
+    """Write config, generation config and weights of a model; return notes on anything missing from the output.
 
-    model: what to believe of it, None for what the checkpoint says.
+    model: facts to use instead of those in the checkpoint. UsageError if there is no config.
     """
     model = stored.model if model is None else model
     config = model.get("config")
@@ -84,11 +84,11 @@ def write(
 
 
 def _with_aliases(stored: Stored, outputs: list[Output], config: dict[str, Any]) -> tuple[list[Output], list[str]]:
-    """``outputs``, and again under their other names what from_pretrained will not tie by itself; a note of each.
+    """Return ``outputs``, plus tied tensors under their other names if from_pretrained does not tie them; and notes.
 
-    It ties embeddings, which have a row for each word, where the config says so.
+    from_pretrained ties embeddings (one row per word) if the config enables it.
     """
-    four = str(config.get("transformers_version", "")).startswith("4.")  # which left out what was its default
+    four = str(config.get("transformers_version", "")).startswith("4.")  # which did not write its default
     ties = config.get("tie_word_embeddings", four) is True
     parts = [config, *(part for part in config.values() if isinstance(part, dict))]
     words = {part["vocab_size"] for part in parts if isinstance(part.get("vocab_size"), int)}
@@ -104,7 +104,10 @@ def _with_aliases(stored: Stored, outputs: list[Output], config: dict[str, Any])
 
 
 def write_adapters(stored: Stored, directory: Path, *, dtype: torch.dtype | None, adapter: str | None) -> list[str]:
-    """The adapters alone: "default", or the only one asked for, into ``directory``, others into one of their name."""
+    """Write only the adapters: "default", or the one requested, into ``directory``, others into subdirectories; notes.
+
+    A subdirectory has the name of its adapter.
+    """
     found = adapters.configs(stored, adapter)
     notes = ["adapters alone; the base model's weights are not in the output"]
     everything = weight_files.weights(stored, dtype)
@@ -123,7 +126,7 @@ def write_adapters(stored: Stored, directory: Path, *, dtype: torch.dtype | None
 
 
 def write_plain(stored: Stored, directory: Path, *, dtype: torch.dtype | None, largest: int) -> list[str]:
-    """All weights and buffers under their own names; tied names are in the metadata, as `save_pretrained` has them."""
+    """Write all weights and buffers under their own names; tied names go to the metadata, as in `save_pretrained`."""
     tied = {alias: row["names"][0] for row in stored.parameters for alias in row["names"][1:]}
     metadata = _METADATA | ({"tied": json.dumps(tied)} if tied else {})  # two keys have no order in safetensors
     outputs = weight_files.weights(stored, dtype)
@@ -132,12 +135,12 @@ def write_plain(stored: Stored, directory: Path, *, dtype: torch.dtype | None, l
 
 
 def tokenizer_files(source: Path) -> list[Path]:
-    """The files of a tokenizer in ``source``; none where it is no directory."""
+    """Return the tokenizer files in ``source``; none if it is no directory."""
     return [source / name for name in TOKENIZER_FILES if (source / name).is_file()]
 
 
 def copy_tokenizer(source: Path, directory: Path) -> None:
-    """Put the tokenizer beside the model."""
+    """Copy the tokenizer files of ``source`` to ``directory``."""
     for path in tokenizer_files(source):
         shutil.copyfile(path, directory / path.name)
 

@@ -1,4 +1,4 @@
-"""Which optimizer of ours another program's is, and the options of its groups, as torch names them.
+"""Find our optimizer for another program's, and the options of its groups, as torch names them.
 
 Must not know: files, tensors of parameters.
 """
@@ -27,13 +27,13 @@ _SILENT = frozenset(
     "params param_names step bias_correction decoupled_weight_decay foreach fused capturable differentiable initial_lr "
     "_ds_source_param_group_id".split()
 )
-"""Keys of a group that say what it steps, or how it is computed, or that belong to a scheduler."""
+"""Keys of a group that name its parameters, choose an implementation or belong to a scheduler; ignored silently."""
 
 
 def kind_of(groups: list[dict[str, Any]], config: Mapping[str, Any] | None, notes: list[str]) -> str | None:
-    """Our name for the optimizer that ``groups`` belong to; None, with a note, where we have none.
+    """Return our name for the optimizer that ``groups`` belong to; None, with a note, if we have none.
 
-    config: DeepSpeed's "optimizer" section, for groups that do not say whether weight decay is decoupled.
+    config: DeepSpeed's "optimizer" section, for groups that do not state whether weight decay is decoupled.
     """
     first = groups[0] if groups else {}
     if any(group.get("bias_correction", True) is not True for group in groups):
@@ -53,7 +53,7 @@ def kind_of(groups: list[dict[str, Any]], config: Mapping[str, Any] | None, note
 
 
 def states_of(kind: str | None, groups: list[dict[str, Any]]) -> tuple[str, ...]:
-    """The states that our ``kind`` makes of what is in ``groups``: SGD's only where one of them has momentum."""
+    """Return the states that our ``kind`` keeps for ``groups``; SGD has one only if a group has momentum."""
     if kind == "SGD" and not any(group.get("momentum") for group in groups):
         return ()
     return STATE_NAMES.get(kind or "", ())
@@ -63,7 +63,7 @@ def _adam(groups: list[dict[str, Any]], config: Mapping[str, Any], notes: list[s
     said = groups[0].get("decoupled_weight_decay")
     if isinstance(said, bool):
         return "AdamW" if said else "Adam"
-    if "bias_correction" in groups[0]:  # DeepSpeed's own: decoupled unless its config says no
+    if "bias_correction" in groups[0]:  # DeepSpeed's own: decoupled unless its config disables it
         options = config.get("params")
         mode = options.get("adam_w_mode", True) if isinstance(options, Mapping) else True
         return "AdamW" if mode or str(config.get("type")).lower() == "adamw" else "Adam"
@@ -77,7 +77,7 @@ def _adam(groups: list[dict[str, Any]], config: Mapping[str, Any], notes: list[s
 
 
 def options_of(groups: list[dict[str, Any]], kind: str, notes: list[str]) -> list[dict[str, Any]]:
-    """The options of every group as JSON; those that our optimizer does not have go to ``notes``."""
+    """Return the options of every group as JSON; add those that our optimizer does not have to ``notes``."""
     found: list[dict[str, Any]] = []
     for number, group in enumerate(groups):
         options = {k: _plain(group[k], f"optimizer group {number}: {k}") for k in _TAKEN[kind] if k in group}

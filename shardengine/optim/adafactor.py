@@ -1,23 +1,24 @@
-"""Adafactor, torch's and transformers': the arithmetic on slices, with what it keeps of rows and columns.
+"""Adafactor as in torch and in transformers: the arithmetic on slices, with its states of rows and columns.
 
-Owns: what a step computes from a gradient and the sums of its squares, and those states. Must not know: who adds sums
-up, messages, buckets.
+Owns: the step computed from a gradient and the sums of its squares, and the states. Must not know: who adds sums up,
+messages, buckets.
 
 [Note: Adafactor] N. Shazeer and M. Stern, Adafactor: Adaptive learning rates with sublinear memory cost (2018,
-https://arxiv.org/abs/1804.04235), as torch.optim.Adafactor has it, and as transformers' class of that name has it,
-which differ in where small numbers are added, in the learning rate, and in names. In step t of a matrix with gradient g
+https://arxiv.org/abs/1804.04235), as implemented by torch.optim.Adafactor and by transformers' class of that name. The
+two differ in the place where small numbers are added, in the learning rate, and in names. In step t of a matrix with
+gradient g
 
     kept      = kept + (mean - kept) · t^decay    of each row, and of each column: mean is that of g²
     direction = g · (1 / sqrt(row / mean of rows)) · (1 / sqrt(column))
     weight    = weight - rate · direction / max(1, root mean square of direction / threshold)
 
-and of what has less than two dimensions every element has a mean of its own. Sums are exact (``kernels.factored``),
-what is made of them is fp64, what is kept and a direction's elements are rounded once to fp32; the rest is fp32, each
-operation rounded on its own. So no bit depends on how a parameter is cut. Torch's and transformers' classes add up in
-fp32, in an order of their own: their numbers are the same but for some last bits.
+In a parameter with fewer than two dimensions every element has a mean of its own. Sums are exact
+(``kernels.factored``). Values derived from them are fp64. The states and the elements of a direction are rounded once
+to fp32. All else is fp32, and each operation is rounded separately. So no bit depends on how a parameter is sliced. The
+classes of torch and transformers add up in fp32, in an order of their own: their results are equal except for some last bits.
 
-[Note: Everywhere] Rows and columns are few: every rank keeps all of them, beside the shards. A step finds the new ones
-before it writes anything, and keeps them at its end.
+[Note: Everywhere] Rows and columns are few: every rank keeps all of them, in addition to the shards. A step computes
+the new ones before it writes anything, and stores them when it ends.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ _NAMES = {TORCHS: ("row_var", "col_var", "variance"), TRANSFORMERS: ("exp_avg_sq
 
 
 def kind_of(made_by: type[torch.optim.Optimizer]) -> str | None:
-    """Which of the two a class is; None: neither."""
+    """Return which of the two Adafactors a class is; None for any other class."""
     if made_by is torch.optim.Adafactor:
         return TORCHS
     of_library = made_by.__module__ == "transformers.optimization" and made_by.__name__ == "Adafactor"
@@ -65,10 +66,11 @@ def kind_of(made_by: type[torch.optim.Optimizer]) -> str | None:
 
 @dataclass(frozen=True)
 class _Options:
-    """Of a group, in step number ``step``.
+    """The options of a group in step number ``step``.
 
-    take: part of the new mean in what is kept · added: to means of squares · least: of what is kept, its root at least
-    · threshold: of a direction's root mean square · average: of directions, what stays of it; None: there is none.
+    take: weight of the new mean in the update of a state · added: to means of squares · least: lower bound of a mean
+    over rows or columns and of the root that divides the gradient · threshold: of a direction's root mean square ·
+    average: decay of the average of directions; None: there is no average.
     """
 
     step: int
@@ -91,7 +93,7 @@ class _Options:
         return cls(step, take, first, 0.0, group["clip_threshold"], 1.0, group["beta1"], group)
 
     def rates(self, size: float) -> tuple[float, float]:
-        """The learning rate of a parameter whose root mean square is ``size``, and the part of it that decays."""
+        """Return the learning rate of a parameter whose root mean square is ``size``, and the weight decay factor."""
         group, rate = self.group, _number(self.group["lr"])
         if "beta2_decay" in group:
             relative = min(rate, 1 / math.sqrt(self.step))
@@ -105,8 +107,8 @@ class _Options:
 
 @dataclass
 class _New:
-    """Of a parameter, in the step that is under way. kept: fp32, as it will be · scales: of rows and columns, fp64 ·
-    size: the root mean square of its weights · divisor: of its direction."""
+    """Results for one parameter in the running step. kept: its state after the step, fp32 · scales: of rows and
+    columns, fp64 · size: the root mean square of its weights · divisor: of its direction."""
 
     options: _Options
     kept: Tensor
@@ -213,8 +215,8 @@ class Adafactor(Arithmetic):
             ) from error
 
     def _advance(self, spec: ParameterSpec, options: _Options, found: Tensor, size: float) -> _New:
-        """What is kept after this step. found: sums of squares of the gradient's rows, then of its columns · size: as
-        in ``_New``."""
+        """Return the state after this step. found: sums of squares of the gradient's rows, then of its columns · size:
+        as in ``_New``."""
         form = _form(spec)
         count, rows, columns = form.sizes
         of_rows, of_columns = found.split([form.all_rows, form.all_columns])
@@ -231,7 +233,8 @@ class Adafactor(Arithmetic):
         return _New(options, kept, _inverse_root(torch.cat([of_rows, of_columns])), size)
 
     def _how(self, spec: ParameterSpec, device: torch.device) -> tuple[Tensor, float]:
-        """With which scales, and up to which, a direction is made, as ``kernels.direction_of_slice`` is told."""
+        """Return the scales and the upper bound of their products, the last arguments of
+        ``kernels.direction_of_slice``."""
         new = self._new[spec.name]
         return new.scales.to(device), 1 / new.options.least if new.options.least else math.inf
 
@@ -240,14 +243,15 @@ class Adafactor(Arithmetic):
         return _Step(self, None if seed is None else Noise(seed, step))
 
     def step_slice(self, flats: Mapping[str, Tensor], span: Span, factor: Tensor | None, noise: Noise | None) -> None:
-        """Step elements ``span`` of one parameter, numbered as the model's are."""
+        """Step elements ``span`` of one parameter. ``span.first`` is a number in the order of all parameters of the
+        model."""
         spec = self._specs[bisect_right(self._numbers, span.first) - 1]
         new, cut = self._new[spec.name], slice(span.start, span.end)
         here = Span(span.start, span.end, span.first - spec.number)
         rate, decay = new.options.rates(new.size)
         gradient, stored = _gradient(flats, here, factor), flats["weight"][cut]
         keep, rate = 1 - decay, new.options.sign * rate / new.divisor
-        weight = stored.float()  # itself, where it is fp32
+        weight = stored.float()  # no copy if it is fp32
         how = (_form(spec), gradient, here.first, *self._how(spec, gradient.device))
         if new.options.average is None:
             step_along(weight, *how, (keep, rate))
@@ -269,7 +273,7 @@ class Adafactor(Arithmetic):
 
 @dataclass(frozen=True)
 class _Step:
-    """The step of the weights, when the sums are known."""
+    """The step of the weights, once the sums are known."""
 
     arithmetic: Adafactor
     noise: Noise | None
@@ -288,7 +292,7 @@ def _form(spec: ParameterSpec) -> Factored:
 
 
 def _kept_of(form: Factored) -> int:
-    """Numbers that are kept of a parameter."""
+    """Return how many numbers are kept of a parameter."""
     return form.all_rows + form.all_columns if form.is_matrix else form.all_rows
 
 
@@ -298,7 +302,7 @@ def _gradient(flats: Mapping[str, Tensor], span: Span, factor: Tensor | None) ->
 
 
 def _root_mean_squares(squares: Mapping[int, Tensor], specs: Mapping[int, ParameterSpec]) -> dict[int, float]:
-    """Number of each parameter → a root mean square, from the sum of its squares, [1]. The host waits, once."""
+    """Return number of each parameter → root mean square. squares: its sum of squares, [1]. The host waits once."""
     means = [each / specs[number].numel for number, each in squares.items()]
     return dict(zip(squares, torch.cat(means).sqrt().tolist(), strict=True)) if means else {}
 
@@ -308,10 +312,10 @@ def _inverse_root(values: Tensor) -> Tensor:
 
 
 def add_slice(parts: dict[int, Tensor], each: Stepped, part: Tensor, sums: WholeSums) -> None:
-    """``part``, sums of a slice, joins those of the slices before it."""
+    """Add ``part``, the sums of a slice, to the sums of the parameter's earlier slices."""
     near = part.to(sums.device)
     parts[each.number] = join_sums(parts[each.number], near) if each.number in parts else near
 
 
 def _number(rate: Any) -> float:
-    return math.nan if rate is None else float(rate)  # where it is None, it is not used
+    return math.nan if rate is None else float(rate)  # a rate of None is not used

@@ -1,5 +1,7 @@
-"""How elements are stepped: by the declared arithmetic of ``kernels``, or (``elementwise``) by a class of torch's or of
-the user's. The seam between the step, which knows buckets, groups and counts, and what it does to elements.
+"""The interface between the step, which knows buckets, groups and step counts, and the arithmetic on elements.
+
+Elements are stepped by an update that ``kernels`` implements, or by a class of torch's or of the user's
+(``elementwise``).
 
 Must not know: buckets, which parameters were used, the norm.
 """
@@ -31,14 +33,14 @@ from shardengine.sharding import MASTER, WEIGHT, Layout, ParameterSpec
 _NOT_DECLARED = ("amsgrad", "differentiable", "capturable")
 """Options of torch's classes that the kernels do not have."""
 RESERVED = (WEIGHT, "gradient", "low", MASTER, "ema", REMAINDER)
-"""Names in what an action is given, or in what is kept of each element, that no state of a class may have."""
-_OF_STATES = 0x5741_5445  # so that what rounds states has other random bits than what rounds weights
+"""Names of other tensors of an action or of a bucket, which no state of a class may have."""
+_OF_STATES = 0x5741_5445  # states are rounded with other random bits than weights
 DECOUPLED = "decoupled_weight_decay"
 """The option of torch's Adam and AdamW that says how weights decay."""
 
 
 class Action(Protocol):
-    """What one step does to the elements of one group and step count. Equal ones do the same."""
+    """The step of the elements of one group and step count. Equal actions do the same."""
 
     def __call__(
         self, flats: Mapping[str, Tensor], spans: Spans, *, factor: Tensor | None = None, skip: Tensor | None = None
@@ -48,21 +50,22 @@ class Action(Protocol):
 
 
 class OnMatrix(Protocol):
-    """The part of a step that needs a whole matrix, between two that need an element each. What goes to the matrix's
-    owner and what comes back is bf16."""
+    """The part of a step that needs a whole matrix; the parts before and after it work on elements. The messages to the
+    matrix's owner and back are bf16."""
 
     def enter(self, flats: Mapping[str, Tensor], span: Span, *, factor: Tensor | None) -> Tensor:
-        """What the owner needs of the elements ``span``. Nothing of ``flats`` is written. factor: as in ``Action``."""
+        """Return the owner's input for the elements ``span``. ``flats`` are not written. factor: as in ``Action``."""
         ...
 
     def solve(self, matrix: Tensor) -> Tensor:
-        """Of the whole matrix, with the parameter's shape and strides, what each element gets back."""
+        """Return the result for the whole ``matrix``, which has the parameter's shape and strides; one value per
+        element."""
         ...
 
 
 class Stepped(NamedTuple):
-    """What this rank steps of parameter ``number`` of the layout, by itself: flats, and the gradient's factor, as
-    actions have them. span: in these, with the parameter's element that comes first."""
+    """A slice of parameter ``number`` of the layout, stepped by this rank. flats, factor: as in ``Action`` · span: the
+    slice's place in them; ``span.first`` is its first element in the parameter."""
 
     number: int
     flats: Mapping[str, Tensor]
@@ -71,147 +74,151 @@ class Stepped(NamedTuple):
 
 
 class WholeSums(Protocol):
-    """Adds up what ranks have of the parameters of one step."""
+    """Adds up the parts that ranks have of the parameters of one step."""
 
     numbers: Sequence[int]
-    """Of the parameters in the layout, the same on every rank."""
+    """Numbers of the parameters in the layout, the same on every rank."""
     device: torch.device
-    """On which sums are added up."""
+    """The device on which sums are added up."""
 
     def spec(self, number: int) -> ParameterSpec:
-        """Of parameter ``number``."""
+        """Return the specification of parameter ``number``."""
         ...
 
     def slices(self, *, weights: bool) -> Iterator[Stepped]:
-        """All that this rank steps of those parameters; each is valid until the next one is asked for. weights: with
-        them."""
+        """Yield all slices of those parameters that this rank steps; each is valid until the next one is requested.
+        weights: include the weights in ``flats``."""
         ...
 
     def add(self, parts: Mapping[int, Tensor], length_of: Callable[[ParameterSpec], int]) -> dict[int, Tensor]:
-        """Number of each parameter → its sums over all ranks, fp64 [length]; collective. parts: what this rank has of
-        them, fp64 [2, length] on ``device``, as ``kernels.join_sums`` takes it."""
+        """Return number of each parameter → its sums over all ranks, fp64 [length]; collective. parts: this rank's
+        parts, fp64 [2, length] on ``device``, as ``kernels.join_sums`` takes them."""
         ...
 
 
 UPDATE = "update"
-"""Among the flats of an action: what came back from the owners."""
+"""The name, in the flats of an action, of the results that the owners sent back."""
 
 
 class Arithmetic:
-    """One optimizer's. kind: its name, as checkpoints have it."""
+    """The arithmetic of one optimizer. kind: its name in checkpoints."""
 
     kind: str
     by_parameter = False
-    """Whether an action needs spans that are of single parameters, with their numbers."""
+    """Whether each span of an action must lie in a single parameter and be numbered."""
     keeps_facts = False
-    """Whether it keeps something of parameters as a whole, or would."""
+    """Whether it may keep values of parameters as a whole."""
     draws = False
-    """Whether its states are rounded with random bits, for which spans are of single parameters, with their numbers."""
+    """Whether states are rounded with random bits; spans must then lie in single parameters and be numbered."""
     by_sums = False
-    """Whether a step needs sums over whole parameters, which ``begin_sums`` makes."""
+    """Whether a step needs sums over whole parameters, which ``begin_sums`` computes."""
     waits = False
     """Whether the host must know before a step whether it is applied."""
 
     def state_names(self, groups: list[dict[str, Any]], *, scheduled: bool = False) -> tuple[str, ...]:
-        """What it keeps of each element. scheduled: a scheduler may yet change the options of ``groups``."""
+        """Return the names of the states of each element. scheduled: a scheduler may later change the options of
+        ``groups``."""
         raise NotImplementedError
 
     def family(self, group: Mapping[str, Any]) -> int:
-        """A number for what is kept of the elements of ``group``: elements of one bucket have the same."""
+        """Return a number for the set of states of an element of ``group``. All elements of one bucket have the same
+        number."""
         return 0
 
     def counts_steps(self, group: Mapping[str, Any]) -> bool:
-        """Whether torch's class has the engine's count of a parameter's steps among its states of ``group``, as
-        "step"."""
+        """Whether torch's class keeps the step count of a parameter of ``group`` among its states, as "step"."""
         return False
 
     def kernel_of(self, group: Mapping[str, Any]) -> str | None:
-        """The kind of the kernels' update that steps ``group``; None: another class does."""
+        """Return the kind of the kernels' update that steps ``group``; None: another class steps it."""
         return None
 
     def forms(self, states: Iterable[str]) -> dict[str, StateForm]:
-        """What is stored for those ``states``, by name."""
+        """Return the stored form of each state, by the name under which it is stored."""
         return state_forms(states, "fp32")
 
     def action(self, group: dict[str, Any], index: int, step: int, seed: int | None) -> Action:
-        """Of step number ``step`` (from 1) of optimizer group ``group``, which has number ``index``. seed: of
+        """Return step number ``step`` (from 1) of optimizer group ``group``, which has number ``index``. seed: of
         stochastic rounding."""
         raise NotImplementedError
 
     def on_matrix(self, group: dict[str, Any]) -> OnMatrix | None:
-        """What is done to whole matrices before the actions of ``group``; None: these need an element each."""
+        """Return the computation on whole matrices that precedes the actions of ``group``; None: they work on elements
+        alone."""
         return None
 
     def lay_out(self, layout: Layout, begun: Collection[str], device: torch.device) -> None:
-        """Spans are of this layout from now on. begun: the parameters that were stepped before, by first name; what was
-        kept of others is forgotten. device: the mesh's."""
+        """Expect spans of this layout from now on. begun: first names of the parameters that were stepped before;
+        values kept of others are dropped. device: the mesh's."""
 
     def begin_step(
         self, groups: Sequence[dict[str, Any]], stepped: Iterable[tuple[str, int]], method: str = "step"
     ) -> None:
-        """A step begins that will be applied. stepped: first names of parameters, each with its group's number."""
+        """Begin a step that will be applied. stepped: first names of parameters, each with its group's number."""
 
     def begin_sums(self, groups: Sequence[dict[str, Any]], steps: Mapping[int, int], sums: WholeSums) -> None:
-        """After ``begin_step``, where ``by_sums``; collective. steps: number of each parameter in the
-        layout → which of its steps this is, from 1. Nothing that is kept is written."""
+        """Compute the sums, after ``begin_step``, if ``by_sums``; collective. steps: number of each parameter in the
+        layout → the number of this step of it, from 1. Must not write any state."""
 
     def end_step(self, groups: Sequence[dict[str, Any]]) -> None:
-        """All of its actions are done."""
+        """End the step: all of its actions are done."""
 
     def complete(self, group: dict[str, Any]) -> None:
-        """Give ``group``, a new one, those options that it does not say and that are not the same in all groups."""
+        """Add to ``group``, a new one, the options that it lacks and that differ between groups."""
 
     def check_extended(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """``UsageError`` where the last of ``groups``, a new one, cannot be stepped with the others."""
+        """Raise ``UsageError`` if the last of ``groups``, a new one, cannot be stepped with the others."""
 
     def check_options(self, group: Mapping[str, Any], what: str, index: int, first: Mapping[str, Any]) -> None:
-        """``UsageError`` for an option of ``group`` (number ``index``) that it does not have. what: names the call ·
-        first: group 0."""
+        """Raise ``UsageError`` for an option of ``group`` (number ``index``) that it does not support. what: names the
+        call · first: group 0."""
 
     passed_over: tuple[str, ...] = ()
-    """What its class has among its states and makes anew in each step."""
+    """States of its class that are recomputed in each step and so not kept."""
     fact_names: tuple[str, ...] = ()
-    """What else its class has there of a parameter as a whole."""
+    """Names of the other states of its class that belong to a parameter as a whole."""
     modes: tuple[str, ...] = ()
     """Calls that exchange the weights for others that the optimizer keeps, "train" and "eval"."""
     moves_weights = True
-    """Whether what has begun writes anything by element."""
+    """Whether the step or call that has begun writes any element."""
 
-    # What is kept of a parameter beside its step count and what is kept of each element: tensors, on every rank
+    # State of a parameter as a whole, in addition to its step count: tensors, on every rank
 
     def whole_shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the fp32 tensors that every rank keeps of a parameter of that ``shape`` as a whole."""
+        """Return names and shapes of the fp32 tensors that every rank keeps of a parameter of that ``shape`` as a
+        whole."""
         return {}
 
     def whole_states(self, spec: ParameterSpec) -> dict[str, Tensor]:
-        """Those tensors, to be read or, between steps, written; zeros where the parameter was not stepped yet."""
+        """Return those tensors, to be read or, between steps, written; zeros if the parameter was not stepped yet."""
         return {}
 
     # and numbers
 
     def facts_of(self, name: str) -> dict[str, Any] | None:
-        """What is kept of parameter ``name``; None where it was not stepped yet, {} where nothing ever is."""
+        """Return the numbers kept of parameter ``name``; None if it was not stepped yet, {} if this arithmetic keeps
+        none."""
         return {}
 
     def example_facts(self) -> dict[str, Any]:
-        """Of what kind that is, with any values."""
+        """Return an example of those numbers: the right names and types, any values."""
         return {}
 
     def saved(self) -> dict[str, Any]:
-        """All of that, for a checkpoint: JSON values by first name."""
+        """Return the numbers of all parameters for a checkpoint: JSON values by first name."""
         return {}
 
     def problem(self, saved: Mapping[str, Any], begun: Collection[str]) -> str:
-        """Why ``saved`` cannot be gone on with; "" where it can. begun: as in ``lay_out``."""
+        """Return why ``saved`` cannot be restored; "" if it can. begun: as in ``lay_out``."""
         return "" if not saved else f"{self.kind} keeps nothing of parameters here"
 
     def restore(self, saved: Mapping[str, Any], begun: Collection[str]) -> None:
-        """The opposite of ``saved``; what is not in ``begun`` is forgotten."""
+        """Load the result of ``saved``; drop the numbers of parameters that are not in ``begun``."""
 
 
 @dataclass(frozen=True)
 class KernelAction:
-    """An update of the kernels. noise, state_noise: as in ``kernels.update``."""
+    """An update that the kernels implement. noise, state_noise: as in ``kernels.update``."""
 
     rule: Rule
     noise: Noise | None
@@ -227,11 +234,11 @@ class KernelAction:
 
 
 class Declared(Arithmetic):
-    """The kernels': AdamW, Adam, SGD and Lion."""
+    """The arithmetic of the kernels: AdamW, Adam, SGD and Lion."""
 
     def __init__(self, kind: str, kept_in: str = "fp32", seed: int = 0, *, splits: bool = False) -> None:
-        """kind: a key of STATE_NAMES · kept_in: in what states are kept, a key of KEPT_IN · seed: of their rounding ·
-        splits: of master weights the remainders are kept beside bf16 weights."""
+        """kind: a key of STATE_NAMES · kept_in: the format of the states, a key of KEPT_IN · seed: for rounding states
+        · splits: keep only the remainders of the master weights beside bf16 weights."""
         self.kind = kind
         self.kept_in = kept_in
         self._seed = seed ^ _OF_STATES
@@ -239,7 +246,7 @@ class Declared(Arithmetic):
         self.draws = splits or kept_in != "fp32"
 
     def state_names(self, groups: list[dict[str, Any]], *, scheduled: bool = False) -> tuple[str, ...]:
-        """See ``Arithmetic``. A scheduler may yet raise SGD's momentum from 0."""
+        """See ``Arithmetic``. A scheduler may later raise SGD's momentum from 0."""
         accelerates = self.kind != "SGD" or scheduled or any(group["momentum"] for group in groups)
         return (*(STATE_NAMES[self.kind] if accelerates else ()), *([REMAINDER] if self.splits else []))
 
@@ -281,15 +288,15 @@ class Declared(Arithmetic):
 
 
 def is_declared(group: Mapping[str, Any], first: Mapping[str, Any]) -> bool:
-    """Whether the kernels have the options of ``group``, beside those of group 0."""
+    """Whether the kernels support the options of ``group``, next to those of group 0."""
     same_decay = bool(group.get(DECOUPLED)) == bool(first.get(DECOUPLED))
     return same_decay and not any(group.get(option) for option in _NOT_DECLARED)
 
 
 def check_options(group: Mapping[str, Any], optimizer: str, index: int, first: Mapping[str, Any]) -> None:
-    """``UsageError`` for an option of ``group`` (number ``index``) that the declared arithmetic does not have.
+    """Raise ``UsageError`` for an option of ``group`` (number ``index``) that the kernels do not support.
 
-    first: group 0, which says whether weight decay is decoupled in all of them.
+    first: group 0; weight decay must be decoupled in every group or in none.
     """
     for option in _NOT_DECLARED:
         if group.get(option):

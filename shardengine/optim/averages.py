@@ -1,15 +1,16 @@
-"""An exponential moving average of the weights, kept by element beside the optimizer's state.
+"""An exponential moving average of the weights, kept by element with the optimizer's state.
 
-Owns: its arithmetic. Must not know: buckets, where it is kept, when it is shown.
+Owns: its arithmetic. Must not know: buckets, where the averages are kept, when they are shown.
 
-[Note: Averages] Averaged is what is stepped: the master weight where there is one. Per element, in fp32, each operation
-rounded on its own:
+[Note: Averages] The average is of the tensor that is stepped: the master weight w if there is one, otherwise the
+weight. Per element, in fp32, each operation rounded separately:
 
     before a parameter's first step     e = w
     after every step that is applied    e = e + (w - e) · (1 - decay)
 
-of every parameter that was ever stepped, used in this step or not. So the average of a weight that does not change any
-more ends as that weight, and nothing is kept of one that was never stepped: its average is the weight.
+This holds for every parameter that was ever stepped, used in this step or not. So the average of a weight that no
+longer changes converges to that weight. Nothing is kept of a parameter that was never stepped: its average is its
+weight.
 """
 
 from __future__ import annotations
@@ -23,25 +24,25 @@ from torch import Tensor
 from shardengine.kernels import Spans
 
 AVERAGE = "ema"
-"""The name of averages among what is kept of each element."""
+"""The name of averages among the states of an element."""
 _AT_ONCE = 2**20
-"""Elements for which scratch memory is taken."""
+"""Elements per chunk; bounds the scratch memory."""
 
 
 class Begin:
-    """The average of elements becomes their weight."""
+    """Set the average of elements to their weights."""
 
     def __call__(
         self, flats: Mapping[str, Tensor], spans: Spans, *, factor: Tensor | None = None, skip: Tensor | None = None
     ) -> None:
-        """See ``Action``. Where the step is skipped it does so, too: a parameter's first one is still to come."""
+        """See ``Action``. It ignores ``skip``: if the step is skipped, the parameter's first step is still to come."""
         for span in spans:
             flats[AVERAGE][span.start : span.end].copy_(flats["weight"][span.start : span.end])
 
 
 @dataclass(frozen=True)
 class Advance:
-    """A step was taken: averages follow the weights."""
+    """Move the averages towards the weights after a step."""
 
     decay: float
 
@@ -60,7 +61,7 @@ class Advance:
 
 
 class Swap:
-    """Averages and weights change places."""
+    """Exchange averages and weights."""
 
     def __call__(
         self, flats: Mapping[str, Tensor], spans: Spans, *, factor: Tensor | None = None, skip: Tensor | None = None

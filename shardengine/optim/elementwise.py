@@ -1,21 +1,21 @@
 """Optimizers whose class steps each element from that element alone: torch's, other libraries', the user's own.
 
-Owns: the class's step over slices of parameters, and what it keeps per parameter. ``probe`` finds out whether a class
-may be stepped so. Must not know: buckets, stages, where states are kept.
+Owns: the class's step over slices of parameters, and its numbers per parameter. ``probe`` decides whether a class may
+be stepped on slices. Must not know: buckets, stages, where states are kept.
 
-[Note: A class on slices] The user's own class does the arithmetic. For each action a worker is made, an instance with
-everything that the user's has but for its groups and states: its group holds one flat ``nn.Parameter`` per slice, with
-the slice of the gradient (unscaled and clipped) as ``.grad``, which it may write to, because nothing reads it after
-that, and its state is what is kept. What the class has in its
-state with the shape of the parameter is kept by element, beside the master weights, in whatever tier; a slice of it is
-handed in. A parameter's first step is made with an empty state, so that the class begins it as it wants (NAdam with
-zeros, Rprop with the learning rate), and what it has made is kept then.
+[Note: A class on slices] The user's own class does the arithmetic. For each action the engine makes a worker: an
+instance with all attributes of the user's optimizer except its groups and states. The worker's group holds one flat
+``nn.Parameter`` per slice. The slice of the gradient (unscaled and clipped) is its ``.grad``; the class may write to
+it, because nothing reads it afterwards. Entries of the class's state that have the parameter's shape are kept by
+element, with the master weights, on any device; the worker gets a slice of them. A parameter's first step begins with
+an empty state, so that the class initializes it itself (NAdam with zeros, Rprop with the learning rate). The result is
+then kept.
 
-[Note: Facts] Everything else in the state (step counts, products of them) is the same for every element. Every rank
-needs all of it, to save it and because it may hold other slices later, but has slices of some parameters only. So every
-rank makes the step for a few elements of its own beside it (the pilot), one slice for each different set of facts, and
-takes the new facts, and what the class has changed in the options of the group, from there. They are the old ones
-until the step is done.
+[Note: Facts] All other entries of the state (step counts, products of them) are the same for every element. Every rank
+needs all of them, to save them and because it may hold other slices later, but it has slices of some parameters only.
+So every rank makes the step for a few additional elements of its own (the pilot), one slice for each different set of
+facts. It takes the new facts, and the class's changes to the options of the group, from the pilot. The old facts stay
+in use until the step is done.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from shardengine.optim.arithmetic import Action, Arithmetic
 from shardengine.sharding import Layout
 
 Facts = dict[str, Any]
-"""What a class keeps of a parameter as a whole, by name: numbers, None, or tensors of one element."""
+"""The state that a class keeps of a parameter as a whole, by name: numbers, None, or tensors of one element."""
 
 
 _STAYS = "expected what a class keeps to depend neither on sizes nor on options that change on the way"
@@ -46,8 +46,11 @@ _STAYS = "expected what a class keeps to depend neither on sizes nor on options 
 
 @dataclass
 class Slice:
-    """A slice of a parameter, or all of one. states: what is kept of its elements, by name; None: the class begins it ·
-    facts: what is kept of the parameter. After a step they are what the class has left."""
+    """A slice of a parameter, or a whole parameter.
+
+    states: of its elements, by name; None: the class initializes them · facts: of the parameter. After a step, both are
+    the class's new values.
+    """
 
     weight: Tensor
     gradient: Tensor | None
@@ -55,42 +58,46 @@ class Slice:
     facts: Facts = field(default_factory=dict)
 
     def give(self, gradient: Tensor) -> None:
-        """The gradient of the coming step."""
+        """Set the gradient of the next step."""
         self.gradient = gradient
 
 
 class Workers:
-    """Makes instances of one class, which step slices. name: for messages · states, facts: what the class keeps by
-    element and by parameter, once that is known; until then what has the parameter's shape is a state."""
+    """Makes instances of one class, which step slices.
+
+    name: for messages · states, facts: names that the class keeps by element and by parameter, once known; until then
+    entries that have the parameter's shape are states.
+    """
 
     states: tuple[str, ...] | None = None
     facts: tuple[str, ...] = ()
 
     def __init__(self, optimizer: torch.optim.Optimizer, name: str) -> None:
-        """optimizer: what the user has made; it is not changed."""
+        """optimizer: the user's; it is not changed."""
         self.made_by = type(optimizer)
         self.name = name
-        own = {"param_groups", "state", "step", "zero_grad"}  # the last two are a scheduler's
+        own = {"param_groups", "state", "step", "zero_grad"}  # the last two are set by a scheduler
         self._attributes = {key: value for key, value in vars(optimizer).items() if key not in own}
         for key in self._attributes:
             if key.startswith("_optimizer_"):
                 self._attributes[key] = OrderedDict()  # hooks are called once per step, not here
         self.begins_early = bool(optimizer.state)
-        """Whether the class makes states when it is made."""
+        """Whether the class's constructor makes states."""
 
     def know(self, states: tuple[str, ...] | None, facts: tuple[str, ...] = ()) -> None:
-        """What the class keeps; None: that is not known yet."""
+        """Set the names of the class's states and facts; states None: not known yet."""
         self.states, self.facts = states, facts
 
     def run(self, options: Mapping[str, Any], slices: Sequence[Slice], method: str = "step") -> dict[str, Any]:
-        """Call ``method`` over slices of one group; returns the group's options afterwards, and writes ``slices``."""
+        """Call ``method`` over slices of one group. Return the group's options afterwards; the results are in
+        ``slices``."""
         worker = self.make([(options, slices)])
         self.call(worker, method)
         self.take(worker, [slices])
         return options_of(worker.param_groups[0])
 
     def make(self, groups: Sequence[tuple[Mapping[str, Any], Sequence[Slice]]]) -> torch.optim.Optimizer:
-        """An instance over slices, group by group (options, slices)."""
+        """Return an instance over slices, group by group (options, slices)."""
         worker = object.__new__(self.made_by)
         vars(worker).update({key: copy.copy(value) for key, value in self._attributes.items()})
         vars(worker).update(state=defaultdict(dict), param_groups=[])
@@ -108,14 +115,14 @@ class Workers:
             call(worker)
 
     def take(self, worker: torch.optim.Optimizer, groups: Sequence[Sequence[Slice]]) -> None:
-        """What the class has made goes to the slices that it was made over."""
+        """Copy the worker's results back to the slices from which it was made."""
         with torch.no_grad():
             for slices, group in zip(groups, worker.param_groups, strict=True):
                 for each, parameter in zip(slices, group["params"], strict=True):
                     self._take(each, parameter, worker.state.get(parameter, {}))
 
     def begun(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """The state that the class makes of a parameter when it is made, as the user has made it."""
+        """Return the state of a parameter that the class's constructor makes, with the user's defaults."""
         known = inspect.signature(self.made_by).parameters
         defaults: dict[str, Any] = self._attributes["defaults"]
         made = self.made_by([parameter], **{key: value for key, value in defaults.items() if key in known})
@@ -131,7 +138,7 @@ class Workers:
         return parameter
 
     def _take(self, each: Slice, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
-        """What the class has made of a slice: in place, or instead."""
+        """Copy one parameter's results to its slice; the class may have written in place or replaced tensors."""
         if parameter.data_ptr() != each.weight.data_ptr():
             each.weight.copy_(parameter.detach().view(each.weight.shape))
         if not state and each.states is None:
@@ -151,7 +158,8 @@ class Workers:
         each.states, each.facts = states, found
 
     def _refuse_one_under_two_names(self, states: Mapping[str, Tensor], parameter: Tensor) -> None:
-        """Each state is kept apart, so that what is written to one would not be in the other."""
+        """Raise ``UsageError`` if two states are one tensor: states are stored separately, so a write to one would miss
+        the other."""
         names = {parameter.data_ptr(): "the parameter itself"} if parameter.numel() else {}
         for name, value in states.items() if parameter.numel() else ():
             if (other := names.setdefault(value.data_ptr(), repr(name))) != repr(name):
@@ -176,9 +184,9 @@ class Workers:
 
 @dataclass(frozen=True)
 class Learnt:
-    """What a trial has found out about a class. states: name and dtype of what it keeps by element · facts: what it
-    keeps of a parameter, as examples · changes_options: whether it changes those of its groups · pilot: a slice after a
-    step, with other numbers."""
+    """The result of a trial of a class. states: name and dtype of its states by element · facts: of a parameter, as
+    examples · changes_options: whether it changes the options of its groups · pilot: a slice after a step, with other
+    numbers."""
 
     states: dict[str, torch.dtype]
     facts: Facts
@@ -194,7 +202,8 @@ class Elementwise(Arithmetic):
     waits = True
 
     def __init__(self, workers: Workers, learn: Callable[[Any], Learnt], groups: list[Any]) -> None:
-        """learn: makes the trial with the options of groups; UsageError where the class cannot be stepped so."""
+        """learn: makes the trial with the options of groups; raises ``UsageError`` if the class cannot be stepped on
+        slices."""
         self.kind = workers.name
         self._workers = workers
         self._learn = learn
@@ -203,7 +212,7 @@ class Elementwise(Arithmetic):
         self.fact_names = tuple(self._learnt.facts)
         self.modes = tuple(name for name in ("train", "eval") if callable(getattr(workers.made_by, name, None)))
         """Methods of the class that exchange weights for others."""
-        self._facts: dict[str, Facts] = {}  # of parameters that were stepped; equal ones are often one object
+        self._facts: dict[str, Facts] = {}  # of parameters that were stepped; equal facts often share one object
         self._next: dict[str, Facts] = {}
         self._changed: dict[int, dict[str, Any]] = {}
         self._options: list[dict[str, Any]] = []
@@ -224,7 +233,7 @@ class Elementwise(Arithmetic):
     def begin_step(
         self, groups: Sequence[dict[str, Any]], stepped: Iterable[tuple[str, int]], method: str = "step"
     ) -> None:
-        """See ``Arithmetic``. method: of the class, what is called instead. The pilot's part: [Note: Facts]."""
+        """See ``Arithmetic``. method: the method of the class to call. For the pilot's part see [Note: Facts]."""
         self._method = method
         self._options = [copy.deepcopy(options_of(group)) for group in groups]
         self._next, self._changed, self.moves_weights = {}, {}, False
@@ -288,7 +297,7 @@ class Elementwise(Arithmetic):
     def apply(
         self, index: int, flats: Mapping[str, Tensor], spans: Spans, factor: Tensor | None, noise: Noise | None
     ) -> None:
-        """Step the slices ``spans``, of group number ``index``."""
+        """Step the slices ``spans`` of group number ``index``."""
         slices = [self._slice(flats, span, factor) for span in spans]
         self._workers.run(self._options[index], slices, self._method)
         for span, each in zip(spans, slices, strict=True):
@@ -321,7 +330,8 @@ class Elementwise(Arithmetic):
         return Slice(weight, gradient, states, self._near(facts, weight.device))
 
     def _near(self, facts: Facts, device: torch.device) -> Facts:
-        """Facts where the class wants them: its ``fused`` kernels read them on the device."""
+        """Return the facts on the device where the class wants them: its ``fused`` kernels read them on the
+        accelerator."""
         if device.type == "cpu" or not any(options.get("fused") for options in self._options):
             return facts
         return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in facts.items()}
@@ -367,7 +377,7 @@ class Elementwise(Arithmetic):
 
 @dataclass(frozen=True)
 class _ClassAction:
-    """A step of the class, of one group."""
+    """A step of one group by its class."""
 
     arithmetic: Elementwise
     index: int
@@ -382,12 +392,12 @@ class _ClassAction:
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer group without its parameters."""
+    """Return an optimizer group without its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two options, or facts, are equal; NaN is equal to itself."""
+    """Whether two options or facts are equal; NaN is equal to itself."""
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         tensors = isinstance(one, Tensor) and isinstance(other, Tensor)
         return tensors and torch.equal(one.nan_to_num(), other.nan_to_num())

@@ -1,11 +1,11 @@
-"""Optimizers of other libraries: which of them have an arithmetic that the engine has, and what to use for others.
+"""Optimizers of other libraries: which of them the engine's arithmetic can replace, and alternatives for others.
 
-Known by the name of their class; nothing of them is imported. Must not know: shards, the step.
+They are recognised by the name of their class; no library is imported. Must not know: shards, the step.
 
-[Note: The same arithmetic] AdamW with states of 8 bits is AdamW with fewer digits: it is stepped with states of 8 bits
-in the engine's own code, whose bits no stage changes (``kernels.moments``); with 4 bits or fp8, in fp32. What these
-libraries call Adam decays weights as Adam does in some of them and as AdamW in others: it is known without weight decay
-alone, or where its ``adam_w_mode`` says which of the two it is.
+[Note: The same arithmetic] AdamW with 8-bit states is AdamW with fewer digits. The engine steps it with 8-bit states in
+a code of its own, whose bits no stage changes (``kernels.moments``). Optimizers with 4-bit or fp8 states are stepped
+with fp32 states. The class named Adam decays weights as Adam does in some of these libraries and as AdamW does in
+others. So it is recognised only without weight decay, or if its attribute ``adam_w_mode`` says which of the two it is.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ADAMW = (
 _ADAM = (
     "Adam", "Adam8bit", "Adam32bit", "Adam4bit", "AdamFp8", "PagedAdam", "PagedAdam8bit", "PagedAdam32bit",
 )  # fmt: skip
-"""Without weight decay, which each library means in its own way."""
+"""Recognised only without weight decay, which differs between libraries."""
 _LION = ("Lion", "Lion8bit", "Lion32bit", "PagedLion", "PagedLion8bit", "PagedLion32bit")
 _BY_MODE = ("FusedAdam", "DeepSpeedCPUAdam")
 """Their attribute ``adam_w_mode`` says which of the two they are."""
@@ -41,8 +41,10 @@ _ADVICE = {
 
 
 def recognise(optimizer: torch.optim.Optimizer) -> tuple[str, str, str] | None:
-    """(the kind whose arithmetic it has, in what it keeps states, a sentence of what is different); None: it is not
-    known, or has another."""
+    """Return (kind with the same arithmetic, format of its states, a sentence about the differences).
+
+    None: the class is unknown, or its arithmetic is another one.
+    """
     made_by, name = type(optimizer), type(optimizer).__name__
     library, groups = made_by.__module__.split(".")[0], optimizer.param_groups
     if library not in _LIBRARIES or not all(group.get("bias_correction", True) for group in groups):
@@ -68,10 +70,10 @@ def recognise(optimizer: torch.optim.Optimizer) -> tuple[str, str, str] | None:
 
 
 def is_of_library(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its class brings kernels and states of its own, so that a trial on small numbers says nothing."""
+    """Whether its class brings kernels and states of its own, so that a trial on small numbers proves nothing."""
     return type(optimizer).__module__.split(".")[0] in _LIBRARIES
 
 
 def advice_for(optimizer: torch.optim.Optimizer) -> str:
-    """Why it is none for shards, or what to use; "" where nothing is known."""
+    """Return why it cannot step shards, or which one to use instead; "" for unknown classes."""
     return _ADVICE.get(type(optimizer).__name__, "")

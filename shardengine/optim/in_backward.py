@@ -1,10 +1,10 @@
-"""Stepping in backward: a bucket that rests away takes the step as soon as its gradient is complete.
+"""Steps during backward: an offloaded bucket is stepped as soon as its gradient is complete.
 
-Owns: the thread that does it. Must not know: groups, which buckets may go, when the step comes.
+Owns: the thread that steps. Must not know: groups, which buckets may be stepped, when the step comes.
 
-[Note: Steps in backward] States and master weights are stepped where they rest, which backward never reads. The
-weights, which it may still read, are kept in memory of their own until the step, which only has to send them on. What
-has taken the step cannot be taken back: from then on the window can only be stepped.
+[Note: Steps in backward] States and master weights are stepped on the host, where they are kept; backward never reads
+them. Backward may still read the weights, so the new weights are kept in a separate buffer until the step, which only
+has to copy them. A bucket's step cannot be undone: from then on the accumulation window can only be stepped.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardengine.sharding import MASTER
 
 @dataclass(frozen=True)
 class _Early:
-    """A bucket on its way. low: its new weights, once ``done`` has no error."""
+    """A bucket whose step has begun. low: its new weights, valid once ``done`` has ended without an error."""
 
     parts: Sequence[Part]
     low: Tensor
@@ -34,13 +34,13 @@ class _Early:
 
 
 class StepsInBackward:
-    """The buckets of this window that have taken the step, or are about to, by index."""
+    """The buckets that were stepped in this window's backward or are about to be, by index."""
 
     def __init__(self, step_state: StepState) -> None:
         self._step_state = step_state
         self._thread: ThreadPoolExecutor | None = None
         self._early: dict[int, _Early] = {}
-        self._handed_over: set[int] = set()  # the buffer is the copy queue's
+        self._handed_over: set[int] = set()  # the copy queue owns the buffer
         self._delivered: set[int] = set()
 
     def __len__(self) -> int:
@@ -51,11 +51,12 @@ class StepsInBackward:
 
     @staticmethod
     def can_be(state: GradientBucket) -> bool:
-        """Whether gradient and master weights rest away: a bucket is never stepped here otherwise."""
+        """Whether gradient and master weights of the bucket are offloaded; no other bucket is ever stepped in
+        backward."""
         return state.leaves and state.bucket.has_master
 
     def may(self, state: GradientBucket) -> bool:
-        """Whether that is so, and no late gradient has come yet."""
+        """Whether the bucket can be stepped in backward and has no late gradient yet."""
         return self.can_be(state) and not (state.late.filled or state.late.waiting)
 
     def begin(
@@ -66,7 +67,11 @@ class StepsInBackward:
         after: Future[None] | None,
         then: list[ShardStore],
     ) -> None:
-        """Step a bucket of which this rank has a slice. after: what else reads the states · then: probably the next."""
+        """Begin to step a bucket of which this rank has a slice.
+
+        way: the copy queue that lends the buffer of the new weights · after: another reader of the states, awaited
+        first · then: the stores that are probably needed next, to prefetch.
+        """
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "step-in-backward")
         bucket = state.bucket
@@ -95,7 +100,7 @@ class StepsInBackward:
             flats["weight"], flats["gradient"] = flats.pop(MASTER), gradient
             try:
                 compute(flats, Work(parts), low, {})
-                if bucket.writes_file:  # as a whole
+                if bucket.writes_file:  # the whole slice is written
                     low.copy_(flats["weight"])
                 store.check_in()
             except BaseException:
@@ -103,8 +108,10 @@ class StepsInBackward:
                 raise
 
     def deliver(self, state: GradientBucket, way: CopyQueue) -> None:
-        """The weights of a bucket go where they are kept, once. An error of its step is raised; what has not been
-        stepped is stepped like others then, in the next try."""
+        """Copy the new weights of a bucket to their place, once. Raise the error of its step, if any.
+
+        After an error, the buckets whose steps failed are stepped like all others in the next try.
+        """
         bucket, index = state.bucket, state.bucket.layout.index
         early = self._early[index]
         if index in self._delivered:
@@ -128,7 +135,7 @@ class StepsInBackward:
         self._delivered.add(index)
 
     def require_same(self, actions_of: Callable[[int], list[Action]]) -> None:
-        """``UsageError`` where a bucket was stepped with other actions than it has now."""
+        """Raise ``UsageError`` if a bucket was stepped with other actions than it has now."""
         for index, early in self._early.items():
             if [action for action, _ in early.parts] != actions_of(index):
                 raise UsageError(
@@ -138,12 +145,12 @@ class StepsInBackward:
                 )
 
     def wait(self) -> None:
-        """Return when nothing is being stepped. Errors wait for ``deliver``."""
+        """Wait until no bucket is being stepped. Errors are raised by ``deliver``."""
         for early in self._early.values():
             early.done.exception()
 
     def forget(self, way: CopyQueue) -> None:
-        """The window is over. way: as in ``begin``."""
+        """End the window. way: as in ``begin``."""
         self.wait()
         for index in self._early.keys() - self._handed_over:
             way.give(self._early[index].low)

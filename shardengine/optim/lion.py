@@ -1,6 +1,6 @@
-"""Lion as a torch optimizer: what ``"type": "Lion"`` makes, and what may be handed to ``initialize``.
+"""Lion as a torch optimizer, which torch does not have. ``"type": "Lion"`` makes it; ``initialize`` takes it as well.
 
-torch has none. Must not know: shards, the engine.
+Must not know: shards, the engine.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from shardengine.kernels import Spans, rule_for, update
 class Lion(torch.optim.Optimizer):
     """Evolved sign momentum (Chen et al., 2023, arXiv 2302.06675) with decoupled weight decay.
 
-    lr is usually 3 to 10 times smaller than AdamW's, weight_decay larger by the same factor. Alone it steps fp32 and
-    dense parameters; UsageError for others.
+    lr is usually 3 to 10 times smaller than AdamW's, weight_decay larger by the same factor. Without the engine it
+    steps only dense fp32 parameters; it raises UsageError for others.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One update of every parameter that has a gradient; returns what ``closure`` returns."""
+        """Update every parameter that has a gradient once; return the value of ``closure``."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -53,7 +53,7 @@ class Lion(torch.optim.Optimizer):
                 tensors = {"weight": parameter, "gradient": parameter.grad, "exp_avg": state["exp_avg"]}
                 flats = {name: tensor.reshape(-1) for name, tensor in tensors.items()}
                 update(flats, Spans.whole(parameter.numel()), rule_for("Lion", group, 1))
-                for name in ("weight", "exp_avg"):  # reshape copies what is not contiguous
+                for name in ("weight", "exp_avg"):  # reshape copies tensors that are not contiguous
                     if flats[name].data_ptr() != tensors[name].data_ptr():
                         tensors[name].copy_(flats[name].view(parameter.shape))
         return loss

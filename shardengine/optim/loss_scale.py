@@ -1,8 +1,7 @@
-"""Steps that are skipped because gradients are not finite, and the loss scale of fp16, which follows them. Integers
-and floats only.
+"""The loss scale of fp16, and the steps that are skipped because gradients are not finite. Integers and floats only.
 
-Gradients in fp16 vanish below 6e-8 and overflow above 65504. Multiplying the loss moves them between the two; a step
-whose gradients overflowed is skipped. Must not know: tensors, the step, who finds the overflow.
+Gradients in fp16 vanish below 6e-8 and overflow above 65504. A scaled loss moves them between the two. A step whose
+gradients overflowed is skipped. Must not know: tensors, the step, who finds the overflow.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ _LARGEST = 2.0**127
 
 
 class LossScaler:
-    """``scale`` is what the loss of the coming window is multiplied with; ``skipped`` counts the skipped steps."""
+    """``scale`` is the factor of the loss in the next accumulation window; ``skipped`` counts the skipped steps."""
 
     def __init__(self, policy: ScalePolicy) -> None:
         self.policy = policy
@@ -29,14 +28,17 @@ class LossScaler:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether another step that is skipped is an error: a dynamic scale cannot be halved, nor is it tolerated; or
-        it is one too many in a row."""
+        """Whether another skipped step is an error.
+
+        It is if a dynamic scale cannot be halved and no further overflow is tolerated, or if it would be one too many
+        in a row.
+        """
         if self.policy.dynamic:
             return self._tolerated <= 1 and self.scale <= self.policy.minimum
         return 0 < self.policy.limit <= self._in_a_row + 1
 
     def update(self, overflow: bool) -> None:
-        """A step was taken, or skipped because of an ``overflow``."""
+        """Record that a step was taken, or that it was skipped because of an ``overflow``."""
         self.skipped += overflow
         self._in_a_row = self._in_a_row + 1 if overflow else 0
         if not self.policy.dynamic:
@@ -54,7 +56,7 @@ class LossScaler:
             self.scale, self._tolerated = min(self.scale * _FACTOR, _LARGEST), self.policy.hysteresis
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint: JSON values."""
+        """Return the state for a checkpoint: JSON values."""
         return {
             "scale": self.scale,
             "good": self._good,
@@ -65,11 +67,12 @@ class LossScaler:
         }
 
     def count_on(self, skipped: int) -> None:
-        """So many steps were skipped before this scale began."""
+        """Continue the count from ``skipped`` steps that were skipped before this scale began."""
         self.skipped = skipped
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The opposite. A fixed scale stays as configured, and a dynamic one does not go on from a fixed one."""
+        """Load the result of ``state_dict``. A fixed scale stays as configured; a dynamic one does not go on from a
+        fixed one."""
         self.skipped, self._in_a_row = int(state["skipped"]), int(state.get("in_a_row", 0))
         if self.policy.dynamic and state.get("dynamic", True):
             self.scale, self._good = max(float(state["scale"]), self.policy.minimum), int(state["good"])

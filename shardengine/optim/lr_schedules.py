@@ -5,7 +5,7 @@ schedule is a torch LambdaLR: a group's base rate times a ratio. It must not kno
 
 [Note: Base rates]
 WarmupCosineLR is a ratio: each parameter group keeps its own base rate. WarmupLR, WarmupDecayLR and OneCycle name
-absolute rates; their peak then becomes the base rate of every group (`lr` and `initial_lr`). Where WarmupLR and
+absolute rates; their peak then becomes the base rate of every group (`lr` and `initial_lr`). If WarmupLR and
 WarmupDecayLR leave `warmup_max_lr` out, the peak is each group's own rate.
 """
 
@@ -88,7 +88,8 @@ def check_attached(scheduler: object, optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_extended(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
-    """``UsageError`` unless ``scheduler`` (None: there is none) has a rate for every group, also a new last one."""
+    """Raise ``UsageError`` unless ``scheduler`` (None: there is none) has a rate for every group, including a new last
+    one."""
     for part in () if scheduler is None else getattr(scheduler, "_schedulers", (scheduler,)):
         try:
             with warnings.catch_warnings():
@@ -107,7 +108,8 @@ def check_extended(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 def make(given: Any, config: SchedulerConfig | None, optimizer: torch.optim.Optimizer) -> Any:
-    """The scheduler over ``optimizer``: ``given`` (one, or a function from the optimizer to one), else the config's."""
+    """Return the scheduler over ``optimizer``: ``given``, or the one that it returns if it is a function, else the
+    config's."""
     if given is None and config is not None and any(group.get("relative_step") for group in optimizer.param_groups):
         raise UsageError(
             f"scheduler: expected none, got {config.type}: with relative_step=True the optimizer finds its learning "
@@ -121,19 +123,21 @@ def make(given: Any, config: SchedulerConfig | None, optimizer: torch.optim.Opti
 
 
 def needs_metric(scheduler: Any) -> bool:
-    """Whether the user steps ``scheduler``, because it wants to know how good the model is."""
+    """Whether the user steps ``scheduler`` himself, because its step() needs a metric of the model."""
     return isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)
 
 
 def is_named(scheduler: Any) -> bool:
-    """Whether ``scheduler``, which ``build`` has made, is a ratio of the number of steps, so that a step can be taken
-    back (also where it is None)."""
+    """Whether ``scheduler``, a result of ``build`` or None, depends on the number of steps alone, so that a step can be
+    undone."""
     return scheduler is None or type(scheduler) in (lr_scheduler.LambdaLR, _OneCycle)
 
 
 def step_for_now(scheduler: lr_scheduler.LRScheduler) -> Callable[[], None]:
-    """Step ``scheduler``, one that ``is_named`` → what takes that back. Options of groups that somebody has set since
-    stay as they are."""
+    """Step ``scheduler``, for which ``is_named`` holds. Return a function that undoes the step.
+
+    It leaves options of groups that were set in the meantime as they are.
+    """
     groups = scheduler.optimizer.param_groups
     state, before = copy.deepcopy(scheduler.state_dict()), [_options(group) for group in groups]
     scheduler.step()
@@ -165,8 +169,8 @@ def _same(one: Any, other: Any) -> bool:
 def build(config: SchedulerConfig, optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
     """Return the schedule over ``optimizer``, with the rates of step 0 already set in its ``param_groups``.
 
-    Rates that are absolute replace the groups' own ([Note: Base rates]). Raises ConfigError with every problem of the
-    parameters, and with torch's own words where one of torch's classes refuses them.
+    Absolute rates replace the groups' own ([Note: Base rates]). Raises ConfigError with every problem of the
+    parameters, or with torch's message if one of torch's classes rejects them.
     """
     torch_class, params = _read(config)
     if torch_class is not None:

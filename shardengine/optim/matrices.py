@@ -1,20 +1,19 @@
-"""Whole matrices out of the slices of all ranks, for the optimizers whose step needs them, and what was made of them
-back to the slices.
+"""Whole matrices, assembled from the slices of all ranks, for the optimizers whose step needs them; and the way back.
 
-Owns: which rank owns a matrix, which matrices travel together, and the messages. Must not know: what an optimizer
-computes, weights, which parameters have a gradient.
+Owns: which rank owns a matrix, which matrices travel together, and the messages. Must not know: the computation on a
+matrix, weights, which parameters have a gradient.
 
-[Note: Owners] Each matrix is solved by one rank, its owner, so that its elements meet as they would in one process:
-the bits depend neither on how it is cut nor on the number of ranks. Matrices travel in batches, in the order of their
+[Note: Owners] Each matrix is solved by one rank, its owner, so that its elements meet as they would in one process: the
+bits depend neither on how it is sliced nor on the number of ranks. Matrices travel in batches, in the order of their
 buckets: one message to the owners, one back, of 2 bytes per element each. A batch is as large as a bucket may be, and
-large enough that its largest matrix is no more than a rank's share. The work is estimated as shorter² · longer side;
-inside a batch the matrices go, the largest first, to the rank that has the least work so far. While a batch is solved
-the next one is on its way to its owners and the last one on its way back.
-Where every rank steps everything, an owner has the whole matrix: only the way back is sent, to all.
+large enough that its largest matrix is no more than a rank's share. The work is estimated as shorter² · longer side.
+Inside a batch the matrices are assigned, the largest first, to the rank that has the least work so far. While a batch
+is solved, the next one is on its way to its owners and the last one on its way back. If every rank steps everything, an
+owner already has the whole matrix: only the way back is sent, to all.
 
-[Note: Nothing is written before all is there] Owners see states as they were before the step, and nothing of the step
-is written before every rank has all that comes back to it (2 bytes per element of what it steps). So a failure on the
-way changes nothing, and what is left of an update depends on no other rank.
+[Note: Nothing is written before all is there] Owners see states as they were before the step. Nothing of the step is
+written before every rank has received all results for its elements (2 bytes per element that it steps). So a failure of
+a message changes nothing, and the rest of an update depends on no other rank.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ from shardengine.sharding import Layout, ParameterSpec, in_memory_order, shaped
 from shardengine.stages import Axis, Placement
 
 DTYPE = torch.bfloat16
-"""In which matrices travel."""
+"""The dtype of the messages."""
 
 
 class Cut(NamedTuple):
-    """Elements of a matrix that one rank steps: [start, end) of what it steps of bucket number ``bucket``; the first is
-    the matrix's element ``offset``."""
+    """Elements of a matrix that one rank steps. [start, end) counts the elements of bucket number ``bucket`` that the
+    rank steps; the first of them is the matrix's element ``offset``."""
 
     bucket: int
     start: int
@@ -48,21 +47,21 @@ class Cut(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Elements."""
+        """The number of elements."""
         return self.end - self.start
 
 
 Effort = Callable[[ParameterSpec], int]
-"""Of solving a parameter, up to a factor."""
+"""The cost of solving a parameter, up to a factor."""
 
 
 def work_of(spec: ParameterSpec) -> int:
-    """Of a matrix, in products per iteration."""
+    """Return the cost of a matrix, in products per iteration."""
     return min(spec.shape) ** 2 * max(spec.shape)
 
 
 def batches_of(specs: Mapping[int, ParameterSpec], ranks: int, least: int) -> list[list[int]]:
-    """``specs``, by number, cut into batches in their order ([Note: Owners]). least: elements."""
+    """Return ``specs``, by number, split into batches in their order ([Note: Owners]). least: elements of a batch."""
     found: list[list[int]] = []
     total = largest = 0
     open_batch: list[int] = []
@@ -78,7 +77,7 @@ def batches_of(specs: Mapping[int, ParameterSpec], ranks: int, least: int) -> li
 def owners_of(
     batches: Sequence[Sequence[int]], specs: Mapping[int, ParameterSpec], ranks: int, work: Effort = work_of
 ) -> dict[int, int]:
-    """Number of each matrix → the rank that owns it ([Note: Owners])."""
+    """Return number of each matrix → the rank that owns it ([Note: Owners])."""
     found, load = dict[int, int](), [0] * ranks
     for batch in batches:
         for number in sorted(batch, key=lambda each: -work(specs[each])):
@@ -89,10 +88,12 @@ def owners_of(
 
 
 class Plan:
-    """Of the matrices of a layout: batches, owners, and what each rank steps of each matrix. whole: of each optimizer
-    group, whether it is stepped by whole matrices · state: the placement of states · work: of a matrix's owner.
+    """Batches and owners of the matrices of a layout, and the slices of each matrix that each rank steps.
 
-    ranks: those along ``axis``: on a hybrid mesh each shard group does all of it, with the same results."""
+    whole: per optimizer group, whether it is stepped by whole matrices · state: the placement of states · work: the
+    cost of a matrix to its owner. Ranks are numbered along ``axis``: on a hybrid mesh each shard group does all of the
+    work, with the same results.
+    """
 
     def __init__(self, layout: Layout, whole: Sequence[bool], state: Placement, work: Effort = work_of) -> None:
         self.axis = state.sharded_over or Axis.ALL
@@ -114,16 +115,19 @@ class Plan:
         self.owners = owners_of(self.batches, in_order, self.ranks, work)
 
     def place_of(self, rank: int) -> int:
-        """The number along ``axis`` of one of all ranks."""
+        """Return the number along ``axis`` of a global rank."""
         return rank % self.ranks
 
     def cuts(self, number: int, rank: int) -> list[Cut]:
-        """What ``rank`` steps of matrix ``number``."""
+        """Return the slices of matrix ``number`` that ``rank`` steps."""
         return self._cuts.get((number, 0 if self.replicated else rank), [])
 
     def messages(self, batch: Sequence[int], rank: int, *, owned: bool) -> list[list[tuple[int, Cut]]]:
-        """Of the matrices of ``batch``, in the order of the messages between ``rank`` and each rank: what these step of
-        those that it owns (owned), or what it steps of those that they own."""
+        """Return the cuts in the messages between ``rank`` and each rank, in the order of ``batch``.
+
+        owned: the slices that the other ranks step of the matrices of ``rank``; otherwise the slices that ``rank``
+        steps of the matrices of each owner.
+        """
         of_owner: list[list[int]] = [[] for _ in range(self.ranks)]
         for number in batch:
             of_owner[self.owners[number]].append(number)
@@ -133,8 +137,8 @@ class Plan:
         return [[(m, cut) for m in of_owner[rank] for cut in self.cuts(m, holder)] for holder in holders]
 
     def bytes_on_way(self, rank: int) -> int:
-        """Bytes that the messages of ``rank`` take at one moment, at most: those of three batches, and a matrix before
-        and after it is solved."""
+        """Return the peak bytes of the messages of ``rank``: those of three batches, and a matrix before and after it
+        is solved."""
         sizes = []
         for batch in self.batches:
             kinds = (False,) if self.replicated else (False, True)
@@ -145,12 +149,13 @@ class Plan:
         return DTYPE.itemsize * (at_work + 2 * largest)
 
     def bytes_beside(self, rank: int) -> int:
-        """Bytes that a step of ``rank`` takes beside what is kept, at most: the messages, and what has come back."""
+        """Return the peak bytes that a step of ``rank`` needs in addition to its state: the messages, and the results
+        received."""
         stepped = sum(cut.length for number in self.specs for cut in self.cuts(number, rank))
         return self.bytes_on_way(rank) + DTYPE.itemsize * stepped
 
     def bytes_sent(self, rank: int) -> int:
-        """Bytes that ``rank`` sends in a step in which all matrices have a gradient."""
+        """Return the bytes that ``rank`` sends in a step if all matrices have a gradient."""
         elements = 0
         for batch in self.batches:
             if self.replicated:
@@ -163,15 +168,15 @@ class Plan:
 
 
 Flats = tuple[Mapping[str, Tensor], Tensor | None]
-"""What a rank keeps of a bucket, gradient included, and the factor of that."""
+"""A rank's tensors of a bucket, gradient included, and the gradient's factor."""
 Read = Callable[[int], AbstractContextManager[Flats]]
-"""Lends those of a bucket by its number, to be read."""
+"""Lends the ``Flats`` of a bucket, by its number, for reading."""
 
 
 @dataclass
 class _Batch:
-    """Matrices on their way. here: what this rank steps of them, by owner · owned: what others step of those that are
-    this rank's, by rank; the answers take the places of the questions."""
+    """Matrices in flight. here: the slices that this rank steps, by owner · owned: the slices that others step of this
+    rank's matrices, by rank. Results replace inputs in both."""
 
     numbers: list[int]
     here: Tensor
@@ -190,13 +195,14 @@ class Exchange:
         self._read = read
 
     def run(self, new: Callable[[int], Tensor]) -> dict[int, Tensor]:
-        """Number of each bucket with matrices → what its elements get back; collective. new: makes that tensor."""
+        """Return number of each bucket with matrices → the results for its elements; collective. new: makes that
+        tensor."""
         found: dict[int, Tensor] = {}
         batches = [[m for m in batch if m in self._tasks] for batch in self._plan.batches]
         batches = [batch for batch in batches if batch]
         asked: _Batch | None = None
         answered: _Batch | None = None
-        for batch in [*batches, None, None]:  # three are at work ([Note: Owners])
+        for batch in [*batches, None, None]:  # three are in flight ([Note: Owners])
             soon = None if batch is None else self._ask(batch)
             if asked is not None:
                 self._answer(asked)
@@ -206,13 +212,14 @@ class Exchange:
         return found
 
     def _lengths(self, batch: Sequence[int], *, owned: bool) -> list[int]:
-        """Elements of the messages between this rank and each other one: of what it owns, or of what it steps."""
+        """Return the elements of the message with each rank. owned: for matrices of this rank; otherwise for those of
+        that rank."""
         return [
             sum(cut.length for _, cut in message) for message in self._plan.messages(batch, self._rank, owned=owned)
         ]
 
     def _places(self, batch: Sequence[int], *, owned: bool) -> Iterator[tuple[int, Cut, slice]]:
-        """Matrix and cut of each part of such messages, and where it lies in their tensor."""
+        """Yield matrix and cut of each part of such messages, and its place in the tensor of the messages."""
         start = 0
         for message in self._plan.messages(batch, self._rank, owned=owned):
             for number, cut in message:

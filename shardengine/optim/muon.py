@@ -1,12 +1,12 @@
-"""Muon, with AdamW for what is no hidden matrix: the arithmetic on slices and on whole matrices.
+"""Muon, with AdamW for parameters that are not hidden matrices: the arithmetic on slices and on whole matrices.
 
-Owns: what torch.optim.Muon computes, cut where an element needs its whole matrix. Must not know: who owns a matrix,
-messages, buckets.
+Owns: the computation of torch.optim.Muon, divided at the point where an element needs its whole matrix. Must not know:
+who owns a matrix, messages, buckets.
 
-[Note: Two thirds by element] Momentum and the direction that is orthogonalized are made by element. The iteration
-begins by rounding that to bf16, so bf16 is what the owner of the matrix is sent, and no bit is lost; it ends in bf16,
-which comes back. The step of the weights is by element again; the momentum is made once more there, and kept then, so
-that nothing is written before all is known.
+[Note: Two thirds by element] Momentum and the direction that is orthogonalized are computed by element. The iteration
+begins by rounding the direction to bf16, so the owner of the matrix gets bf16 and no bit is lost. The iteration ends in
+bf16, and that result is sent back. The step of the weights is by element again. It computes the momentum a second time
+and stores it then, because nothing may be written before all results are there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shardengine.sharding import Layout
 KIND = "Muon"
 MOMENTUM = "momentum_buffer"
 USES_MUON = "use_muon"
-"""The option of a group that says whether Muon steps it; without it Muon does."""
+"""The option of a group that says whether Muon steps it; Muon does if the option is missing."""
 
 
 def uses_muon(group: Mapping[str, Any]) -> bool:
@@ -37,12 +37,12 @@ def uses_muon(group: Mapping[str, Any]) -> bool:
 
 
 def defaults_of(made_by: Callable[..., torch.optim.Optimizer]) -> dict[str, Any]:
-    """The options that groups of one of torch's classes have where nothing is said."""
+    """Return the default options of one of torch's classes."""
     return dict(made_by([nn.Parameter(torch.zeros(1, 1, device="cpu"))]).defaults)
 
 
 def complete(group: dict[str, Any], of_muon: Mapping[str, Any] | None, of_rest: Mapping[str, Any] | None) -> None:
-    """Give ``group`` the options that it does not say. of_muon, of_rest: those of either kind; None: torch's."""
+    """Give ``group`` the options that it lacks. of_muon, of_rest: the defaults of either kind; None: torch's."""
     given = of_muon if uses_muon(group) else of_rest
     if given is None:
         given = defaults_of(torch.optim.Muon if uses_muon(group) else torch.optim.AdamW)
@@ -51,7 +51,7 @@ def complete(group: dict[str, Any], of_muon: Mapping[str, Any] | None, of_rest: 
 
 
 def check_matrices(group: Mapping[str, Any], what: str) -> None:
-    """``UsageError`` where Muon is to step what is no matrix. what: names the call."""
+    """Raise ``UsageError`` if Muon is to step a parameter that is no matrix. what: names the call."""
     for parameter in group["params"] if uses_muon(group) else ():
         if parameter.dim() != 2:
             raise UsageError(
@@ -61,8 +61,10 @@ def check_matrices(group: Mapping[str, Any], what: str) -> None:
 
 
 def orthogonalized(matrix: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
-    """Newton and Schulz' iteration, a quintic one with these ``coefficients``, on a bf16 matrix (K. Jordan et al.,
-    2024, https://kellerjordan.github.io/posts/muon), operation by operation as torch.optim.Muon has it."""
+    """Return ``matrix`` (bf16) after ``steps`` of a quintic Newton-Schulz iteration with these ``coefficients``.
+
+    K. Jordan et al., 2024, https://kellerjordan.github.io/posts/muon; operation by operation as in torch.optim.Muon.
+    """
     linear, cubic, quintic = coefficients
     tall = matrix.size(0) > matrix.size(1)
     wide = matrix.T if tall else matrix
@@ -74,7 +76,7 @@ def orthogonalized(matrix: Tensor, coefficients: Sequence[float], steps: int, ep
 
 
 def adjusted_rate(rate: float, how: str | None, shape: Sequence[int]) -> float:
-    """The learning rate for a matrix of ``shape``. how: torch.optim.Muon's ``adjust_lr_fn``."""
+    """Return the learning rate for a matrix of ``shape``. how: torch.optim.Muon's ``adjust_lr_fn``."""
     rows, columns = shape
     if how == "match_rms_adamw":
         return rate * (0.2 * math.sqrt(max(rows, columns)))
@@ -84,7 +86,7 @@ def adjusted_rate(rate: float, how: str | None, shape: Sequence[int]) -> float:
 
 
 class Muon(Arithmetic):
-    """torch.optim.Muon's for the groups that use it, ``rest`` for the others."""
+    """torch.optim.Muon's arithmetic for the groups that use it, ``rest`` for the others."""
 
     by_parameter = True
     waits = True
@@ -95,7 +97,8 @@ class Muon(Arithmetic):
         of_muon: Mapping[str, Any] | None = None,
         of_rest: Mapping[str, Any] | None = None,
     ) -> None:
-        """rest: AdamW's, where nothing else is said · of_muon, of_rest: options of new groups, where not torch's."""
+        """rest: the arithmetic of the other groups, AdamW by default · of_muon, of_rest: default options of new groups,
+        torch's by default."""
         self.kind = KIND
         self._rest = rest or Declared("AdamW")
         self.draws = self._rest.draws
@@ -114,7 +117,7 @@ class Muon(Arithmetic):
         return 0 if uses_muon(group) else 1
 
     def counts_steps(self, group: Mapping[str, Any]) -> bool:
-        """See ``Arithmetic``. Muon keeps none."""
+        """See ``Arithmetic``. Muon keeps no step count."""
         return not uses_muon(group) and self._rest.counts_steps(group)
 
     def kernel_of(self, group: Mapping[str, Any]) -> str | None:
@@ -122,7 +125,7 @@ class Muon(Arithmetic):
         return None if uses_muon(group) else self._rest.kind
 
     def forms(self, states: Iterable[str]) -> dict[str, StateForm]:
-        """See ``Arithmetic``. Momentum is kept in fp32, whatever is said of the rest."""
+        """See ``Arithmetic``. Momentum is always kept in fp32, whatever the format of the other states."""
         names = list(states)
         found = state_forms([MOMENTUM], "fp32") if MOMENTUM in names else {}
         return found | self._rest.forms(name for name in names if name != MOMENTUM)
@@ -159,13 +162,14 @@ class Muon(Arithmetic):
             self._rest.check_options(group, what, index, group)
 
     def shape_at(self, number: int) -> tuple[int, ...]:
-        """Of the parameter that has the element with this number."""
+        """Return the shape of the parameter that contains the element with this number."""
         return self._shapes[bisect_right(self._numbers, number) - 1]
 
 
 @dataclass(frozen=True)
 class _Options:
-    """Of a group, and what is done with them that is not of slices alone ([Note: Two thirds by element])."""
+    """The options of a group that uses Muon, and the computations before and on whole matrices ([Note: Two thirds by
+    element])."""
 
     rate: float
     decay: float
@@ -197,7 +201,7 @@ class _Options:
         return direction.to(torch.bfloat16)
 
     def momentum_after(self, flats: Mapping[str, Tensor], cut: slice, factor: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Of some elements the gradient, with its factor, and their momentum after this step."""
+        """Return, for some elements, the gradient times ``factor`` and their momentum after this step."""
         gradient = flats["gradient"][cut].float()
         if factor is not None:
             gradient = gradient * factor
@@ -210,7 +214,7 @@ class _Options:
 
 @dataclass(frozen=True)
 class _Step:
-    """The step of the weights, when the matrices are back."""
+    """The step of the weights, once the results of the matrices are back."""
 
     arithmetic: Muon
     options: _Options
@@ -229,7 +233,7 @@ class _Step:
         _, momentum = options.momentum_after(flats, cut, factor)
         flats[MOMENTUM][cut].copy_(momentum)
         stored = flats["weight"][cut]
-        weight = stored.float()  # itself, where it is fp32
+        weight = stored.float()  # no copy if it is fp32
         rate = adjusted_rate(options.rate, options.adjusts, self.arithmetic.shape_at(span.first))
         weight.mul_(1 - options.rate * options.decay).add_(flats[UPDATE][cut], alpha=-rate)
         if stored.dtype is not torch.float32:

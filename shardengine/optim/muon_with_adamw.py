@@ -1,4 +1,4 @@
-"""Muon for hidden matrices and AdamW for the rest, as one torch optimizer: what ``"type": "Muon"`` makes.
+"""Muon for hidden matrices and AdamW for the rest, as one torch optimizer: the result of ``"type": "Muon"``.
 
 Owns: which parameters are hidden matrices, the options of either kind of group, the step in plain torch. Must not know:
 shards, the engine.
@@ -22,15 +22,16 @@ _LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
 class MuonWithAdamW(torch.optim.Optimizer):
     """torch.optim.Muon and torch.optim.AdamW in one: each group says with ``use_muon`` which of the two steps it.
 
-    params: groups with that option and the options of that class; ``hidden_matrices`` finds what Muon is for. Steps
-    plain parameters as those classes do; given to ``shardengine.initialize``, it is stepped on shards.
+    params: groups with that option and the options of that class; ``hidden_matrices`` finds the parameters for Muon. It
+    steps plain parameters as those classes do. If it is passed to ``shardengine.initialize``, the engine steps it on
+    shards.
     """
 
     def __init__(self, params: Iterable[dict[str, Any]]) -> None:
         super().__init__(params, {})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch; ``use_muon`` is expected among the options."""
+        """Add a group as in torch; its options must include ``use_muon``."""
         if not isinstance(param_group, dict) or not isinstance(param_group.get(USES_MUON), bool):
             raise UsageError(
                 f"MuonWithAdamW: expected groups with {USES_MUON!r}, true or false, got "
@@ -42,7 +43,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One update of every parameter that has a gradient; returns what ``closure`` returns."""
+        """Update every parameter that has a gradient once; return the value of ``closure``."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -57,10 +58,10 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """The trainable parameters that Muon is for: matrices, but neither embeddings nor the output layer.
+    """Return the trainable parameters for Muon: matrices, but neither embeddings nor the output layer.
 
-    The output layer is what ``get_output_embeddings()`` says, and every nn.Linear with the shape of an embedding, tied
-    or not. Where a parameter has the attribute ``use_muon``, that decides.
+    The output layer is the result of ``get_output_embeddings()``, and every nn.Linear with the shape of an embedding,
+    tied or not. If a parameter has the attribute ``use_muon``, that decides.
     """
     lookups = [module.weight for module in model.modules() if isinstance(module, _LOOKUPS)]
     shapes = {tuple(weight.shape) for weight in lookups}
@@ -81,7 +82,7 @@ def _is_chosen(parameter: nn.Parameter, *, is_hidden: bool) -> bool:
 
 
 def _outputs(model: nn.Module) -> Iterator[nn.Parameter]:
-    """What a model of Hugging Face says of its output layer."""
+    """Yield the weights of the output layers that a Hugging Face model reports."""
     for module in model.modules():
         find = getattr(module, "get_output_embeddings", None)
         if callable(find) and not inspect.signature(find).parameters:
@@ -100,7 +101,8 @@ _OF_ADAMW = {"betas": "betas", "eps": "eps"}
 
 
 def from_config(model: nn.Module, chosen: Iterable[Any], params: Mapping[str, Any]) -> MuonWithAdamW:
-    """What the config's ``params`` make of ``chosen``: parameters, or groups of them, which may say ``use_muon``."""
+    """Return the optimizer of the config's ``params`` over ``chosen``: parameters, or groups that may have
+    ``use_muon``."""
     options: dict[bool, dict[str, Any]] = {}
     for muon, names, own in ((True, _OF_MUON, "muon"), (False, _OF_ADAMW, "adam")):
         options[muon] = {name: params[key] for key, name in names.items()}
@@ -124,7 +126,7 @@ def from_config(model: nn.Module, chosen: Iterable[Any], params: Mapping[str, An
 
 
 def _as_groups(chosen: Iterable[Any]) -> list[dict[str, Any]]:
-    """``chosen`` in groups, as torch's optimizers read it."""
+    """Return ``chosen`` as groups, as torch's optimizers read it."""
     given = list(chosen)
     if not given or not isinstance(given[0], dict):
         return [{"params": given}]
@@ -136,5 +138,5 @@ def _as_groups(chosen: Iterable[Any]) -> list[dict[str, Any]]:
 
 
 def _tensor(given: Any) -> Any:
-    """A parameter that may come with its name."""
+    """Return the parameter itself if it comes as (name, parameter)."""
     return given[1] if isinstance(given, tuple) else given

@@ -413,17 +413,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
             else:
                 if early:
                     self.stepped_early.wait()  # a tier serves one thread
-                state.bucket.state_store.check_out()  # takes its buffer before the next ones are prefetched
-                if fetches:
-                    self.prefetch(index + 1)
-                for soon in self._reducer.buckets[index : index + 2]:
-                    if soon.is_fetched:
-                        soon.fetch()
+                self._bring(index, prefetches=fetches)
                 step_bucket(state, work, update, way, lambda: step.move(Phase.TORN))
             step.move(Phase.UPDATING)
             update.bucket_stepped()
             # 3. publish
             yield state.bucket
+
+    def _bring(self, index: int, *, prefetches: bool) -> None:
+        """Bucket number ``index`` is stepped next: its states, and its gradient and the next one's, are on their way."""
+        buckets = self._reducer.buckets
+        buckets[index].bucket.state_store.check_out()  # takes its buffer before the next ones are prefetched
+        if prefetches:
+            self.prefetch(index + 1)
+        for soon in buckets[index : index + 2]:
+            if soon.is_fetched:
+                soon.fetch()
 
     def _exchange_whole(self, update: Update) -> None:
         """What of the step needs whole matrices, done by their owners, or sums over whole parameters; collective, where

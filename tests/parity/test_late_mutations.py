@@ -160,7 +160,7 @@ CAUGHT = [
     Mutation("optim/sums.py", "Sums.add", ".wait()", "sums go to their owners", ""),
     Mutation("optim/update.py", "rewrite_bucket", ".wait()", Case("3", 1, "fp32", "weights on the host"), ""),
     Mutation("optim/update.py", "send", "end.wait()", HOST),
-    Mutation("optim/update.py", "send", "ends[-1] if ends else Done()", WEIGHTS, "Done()"),
+    Mutation("optim/update.py", "send", "ends[-1] if ends else NOW", WEIGHTS, "Done()"),
     Mutation("checkpoint/background.py", "Background.copy", "mesh.platform.mark()",
              Case("2", 1, "bf16", around=("saved behind", "written")), "Done()"),
     Mutation("checkpoint/background.py", "_copy", "end.wait_on_host()", EARLY),
