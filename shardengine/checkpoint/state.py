@@ -67,7 +67,7 @@ def plain(value: Any, path: str) -> Any:
 
 
 def like(value: Any, current: Any) -> Any:
-    """Return ``value``, read from JSON, with the types of ``current``, recursively: schedulers hold other schedulers."""
+    """Return ``value``, read from JSON, with the types of ``current``, recursively (schedulers nest schedulers)."""
     if isinstance(current, tuple | list) and isinstance(value, list):
         items = [like(item, beside) for item, beside in itertools.zip_longest(value, current[: len(value)])]
         return tuple(items) if isinstance(current, tuple) else items

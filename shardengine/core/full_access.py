@@ -153,9 +153,9 @@ def full_grads(
     specs = _specs(core, chosen, reducer.touched)
     wanted = {spec.name: spec for spec in specs.values()}
     sources = [
-        _Source(state.bucket, {"gradient": state.gradient}, state.wire)
-        for state in reducer.buckets
-        if state.gradient is not None and not wanted.keys().isdisjoint(state.names)
+        _Source(bucket_grad.bucket, {"gradient": bucket_grad.gradient}, bucket_grad.wire)
+        for bucket_grad in reducer.buckets
+        if bucket_grad.gradient is not None and not wanted.keys().isdisjoint(bucket_grad.names)
     ]
     full = sent = _read(core, sources, wanted)
     if scale != 1:
@@ -163,10 +163,10 @@ def full_grads(
     views = {name: shaped(of["gradient"], wanted[name]) for name, of in full.items()}
     given = {name: views[specs[name].name] if name in specs else None for name in chosen}
     shown = dict(given)
-    before = [state.complete for state in reducer.buckets]
+    before = [bucket_grad.complete for bucket_grad in reducer.buckets]
 
     def check() -> None:
-        if any(state.complete is not old for state, old in zip(reducer.buckets, before, strict=True)):
+        if any(bucket_grad.complete is not old for bucket_grad, old in zip(reducer.buckets, before, strict=True)):
             raise UsageError(
                 "full_grads(writable=True): expected step(), zero_grad() and backward after the `with` block, one of "
                 "them ran inside and its gradients are gone; nothing was written"

@@ -112,7 +112,7 @@ def _gather(core: Core, optimizer: ShardedOptimizer, names: set[str]) -> FullTen
     """Whole tensors of the parameters ``names`` on this rank's CPU, one bucket after another; collective."""
     full: FullTensors = {}
     specs = {spec.name: spec for spec in core.layout.parameters if spec.name in names}
-    for bucket in (state.bucket for state in core.reducer.buckets):
+    for bucket in (bucket_grad.bucket for bucket_grad in core.reducer.buckets):
         held = optimizer.held(bucket)
         if core.precision.master_dtype(bucket.full.dtype) is None:
             del held[WEIGHT]
@@ -169,7 +169,7 @@ def load(core: Core, optimizer: ShardedOptimizer, given: Mapping[str, Any]) -> N
 
 def _write(core: Core, optimizer: ShardedOptimizer, fit: Fit) -> None:
     """What this rank holds becomes its part of rank 0's ``fit``: one broadcast per bucket and state."""
-    for bucket in (state.bucket for state in core.reducer.buckets):
+    for bucket in (bucket_grad.bucket for bucket_grad in core.reducer.buckets):
         held, numbers = optimizer.held(bucket, writable=True), {p.parameter for p in core.layout.pieces(bucket.layout)}
         for key, own in held.items():
             masters = fit.masters & numbers if key == WEIGHT else set()

@@ -153,9 +153,9 @@ class Core:
         """
         in_flight: list[Work] = []
         with torch.no_grad():
-            for state in self.reducer.buckets:
-                state.bucket.adopt_master()
-                in_flight.append(self._publish(state.bucket))
+            for bucket_grad in self.reducer.buckets:
+                bucket_grad.bucket.adopt_master()
+                in_flight.append(self._publish(bucket_grad.bucket))
         try:
             yield
         finally:

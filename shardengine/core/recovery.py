@@ -275,7 +275,7 @@ def reset(core: Core, optimizer: ShardedOptimizer | None, steps: int) -> Return:
     core.reducer.drop()
     core.pool.forget()
     if in_flight and not stuck:
-        core.publish(state.bucket for state in core.reducer.buckets)
+        core.publish(bucket_grad.bucket for bucket_grad in core.reducer.buckets)
         core.await_weights()
     return Return(finished, problem, hook)
 

@@ -31,8 +31,8 @@ class Consumer(Protocol):
     def finish_gradients(self) -> None:
         """The window's gradients are complete on this rank; collective."""
 
-    def step_early(self, state: GradientBucket) -> None:
-        """The gradient of ``state`` is complete, backward is not over; what is used of it stays as it is."""
+    def step_early(self, bucket_grad: GradientBucket) -> None:
+        """The gradient of ``bucket_grad`` is complete, backward is not over; what is used of it stays as it is."""
 
     def wait_early(self) -> None:
         """Return when no bucket is being stepped in backward any more, so that no gradient is read."""
@@ -57,11 +57,11 @@ class EarlyUse:
         """Whether gradients of a last backward that begins now may be used in it."""
         return self._predictable and self._consumer is not None
 
-    def offer(self, state: GradientBucket) -> None:
-        """The gradient of ``state`` is complete."""
+    def offer(self, bucket_grad: GradientBucket) -> None:
+        """The gradient of ``bucket_grad`` is complete."""
         runs = self._step_state.phase is Phase.BACKWARD and self._step_state.must_be_stepped
-        if runs and self._consumer is not None and state.earlier is None:
-            self._consumer.step_early(state)
+        if runs and self._consumer is not None and bucket_grad.earlier is None:
+            self._consumer.step_early(bucket_grad)
 
     def wait(self) -> None:
         """Return when nobody reads a gradient any more."""

@@ -286,9 +286,9 @@ class GradientViews:
         self._window = 0
         self._changes: dict[int, int] = {}
         self._of: dict[int, list[GradientBucket]] = {}
-        for state in buckets:
-            for index in state.pieces:
-                self._of.setdefault(index, []).append(state)
+        for bucket_grad in buckets:
+            for index in bucket_grad.pieces:
+                self._of.setdefault(index, []).append(bucket_grad)
 
     def expect(self, complete: Callable[[], None]) -> None:
         """A backward whose end nobody will announce has begun: show all; the first use of one calls ``complete``."""

@@ -211,9 +211,9 @@ class Reducer:
         self._pool = pool
         self._parameters = len(layout.parameters)
         self._of_parameter: dict[int, list[GradientBucket]] = {}
-        for state in self.buckets:
-            for parameter in state.pieces:
-                self._of_parameter.setdefault(parameter, []).append(state)
+        for bucket_grad in self.buckets:
+            for parameter in bucket_grad.pieces:
+                self._of_parameter.setdefault(parameter, []).append(bucket_grad)
         self._order = _Order(len(self.buckets))
         self._came: dict[int, None] | None = {}
         self.arrival: Sequence[int] = ()
@@ -277,12 +277,12 @@ class Reducer:
         self.step_state.begin_backward(steps_early=final and self.early_use.is_foreseen)
         self.views.hide()
         if again:
-            for state in self.buckets:
-                state.set_aside()
+            for bucket_grad in self.buckets:
+                bucket_grad.set_aside()
             self.used.clear()
         elif self._static is not None and self._static.here is not None:
-            for state in self.buckets:
-                state.expect_only(self._static.here)
+            for bucket_grad in self.buckets:
+                bucket_grad.expect_only(self._static.here)
         if self.hook is not None:
             self.hook.begin_step(self._step_number)
         self._mode = _Mode(synchronise, final)
@@ -302,16 +302,16 @@ class Reducer:
             self._came[parameter] = None
         gradient = flat_gradient(gradient, self.views.layout.parameters[parameter])
         again, synchronise = states[0].has_delivered(parameter), self._mode.synchronise
-        for state in states:
+        for bucket_grad in states:
             if again and synchronise:
-                state.late.add(parameter, gradient, torch.float32)
+                bucket_grad.late.add(parameter, gradient, torch.float32)
                 continue
-            if not state.add_gradient(parameter, gradient, self._dtype_of_partial(state)):
+            if not bucket_grad.add_gradient(parameter, gradient, self._dtype_of_partial(bucket_grad)):
                 continue
             if not synchronise:
-                state.partial.settle(self._dtype_of_partial(state))
+                bucket_grad.partial.settle(self._dtype_of_partial(bucket_grad))
             elif not again:
-                self._note_ready(state.bucket.layout.index)
+                self._note_ready(bucket_grad.bucket.layout.index)
                 self._launch_ready()
 
     def divide(self, unit_of: Mapping[int, int]) -> None:
@@ -319,7 +319,7 @@ class Reducer:
 
         From now on a unit's buckets are launched when it was admitted, the root's when backward ends.
         """
-        units = [unit_of[next(iter(state.pieces))] for state in self.buckets]
+        units = [unit_of[next(iter(bucket_grad.pieces))] for bucket_grad in self.buckets]
         self._order = _Order(len(self.buckets), units if any(units) else ())
 
     def admit(self, unit: int) -> None:
@@ -361,18 +361,18 @@ class Reducer:
             self._finish(0)
             self._adopt_order()
         self._order.restart()
-        for state in self.buckets:
-            state.settle(rules.accumulate)
-            if mode.final and state.complete is None and state.total is not None:
+        for bucket_grad in self.buckets:
+            bucket_grad.settle(rules.accumulate)
+            if mode.final and bucket_grad.complete is None and bucket_grad.total is not None:
                 if rules.ends_across:
-                    self._reduce_across(state)
+                    self._reduce_across(bucket_grad)
                     continue
                 if self.step_state.replicas.step.exchanges:
-                    self._exchange_total(state)
+                    self._exchange_total(bucket_grad)
                     continue
-                state.close(rules)
+                bucket_grad.close(rules)
                 if rules.gathers:
-                    self._fly(self._gather(state, state.make_whole()))
+                    self._fly(self._gather(bucket_grad, bucket_grad.make_whole()))
         self._finish(0)
         self.step_state.move(Phase.REDUCED if mode.final and self.buckets else Phase.ACCUMULATED)
 
@@ -396,8 +396,8 @@ class Reducer:
         self._finish(0)  # with what follows each reduction, so that every rank has issued the same collectives
         self._mode = _Mode()
         self._order.restart()
-        for state in self.buckets:
-            state.release()
+        for bucket_grad in self.buckets:
+            bucket_grad.release()
         self.used.clear()
         self.touched = frozenset()
 
@@ -417,7 +417,7 @@ class Reducer:
 
     def gradient_bytes(self) -> Counter[str]:
         """Bytes that hold gradients at this moment, by where; transient buffers of the pool are not included."""
-        found = {key: bytes_at for state in self.buckets for key, bytes_at in state.storages().items()}
+        found = {key: bytes_at for bucket_grad in self.buckets for key, bytes_at in bucket_grad.storages().items()}
         total: Counter[str] = Counter()
         for place, size in found.values():
             total[place] += size
@@ -430,8 +430,8 @@ class Reducer:
         With it goes what ranks say of their data (joining: [Note: Uneven inputs]). Where a rank has late gradients, or
         a backward was final before this one, those are added first.
         """
-        late = {parameter for state in self.buckets for parameter in state.late.filled}
-        reopened = any(state.earlier is not None for state in self.buckets)
+        late = {parameter for bucket_grad in self.buckets for parameter in bucket_grad.late.filled}
+        reopened = any(bucket_grad.earlier is not None for bucket_grad in self.buckets)
         known = None if reopened else self._static
         here, serves = frozenset(self.used), self.step_state.join.serves
         if known is None:
@@ -449,8 +449,8 @@ class Reducer:
         self.early_use.note(late=self._parameters in found, again=reopened)
         if reopened or self._parameters in found:
             *_, late_anywhere = self._exchange(None, late)
-            for state in self.buckets:
-                self._join(state, late_anywhere, used)
+            for bucket_grad in self.buckets:
+                self._join(bucket_grad, late_anywhere, used)
             self._finish(0)
             self.used |= self.touched
             values, rows, used = self._exchange_all(payload, self.used)
@@ -497,7 +497,7 @@ class Reducer:
     def powers_here(self, order: float) -> dict[int, Tensor]:
         """Parameter → ``power_sum`` of what this rank has of its complete gradient: 0-dim fp64, where that lies."""
         found: dict[int, Tensor] = {}
-        for parameter, power in (pair for state in self.buckets for pair in state.powers(order).items()):
+        for parameter, power in (pair for bucket_grad in self.buckets for pair in bucket_grad.powers(order).items()):
             before = found.get(parameter)
             found[parameter] = power if before is None else join_powers(torch.stack([before, power]), order)
         return found
@@ -525,33 +525,35 @@ class Reducer:
         self._collectives.require_same(digests)
         return all_values, payloads, frozenset(_union(packed, len(flags)))
 
-    def _join(self, state: GradientBucket, late: frozenset[int], used: frozenset[int]) -> None:
+    def _join(self, bucket_grad: GradientBucket, late: frozenset[int], used: frozenset[int]) -> None:
         """Add the bucket's late gradients, completed on their own, then what was complete before this backward."""
-        parameters = late.intersection(state.pieces)
+        parameters = late.intersection(bucket_grad.pieces)
         if parameters:
             rules = self._today
-            summed = self._pool.take(state.bucket.layout.sizes[rules.complete], torch.float32)
+            summed = self._pool.take(bucket_grad.bucket.layout.sizes[rules.complete], torch.float32)
 
             def on_complete(terms: Sequence[Tensor]) -> None:
-                ordered_sum(terms, summed, divisor=rules.divisor, rounded=state.wire, reduce_dtype=rules.reduce)
+                ordered_sum(terms, summed, divisor=rules.divisor, rounded=bucket_grad.wire, reduce_dtype=rules.reduce)
 
-            local = state.late.settle(torch.float32)
-            sent = self._to_wire(state, local)
-            self._reduce_late(state, sent, on_complete).wait()
-            state.add(parameters, summed)
+            local = bucket_grad.late.settle(torch.float32)
+            sent = self._to_wire(bucket_grad, local)
+            self._reduce_late(bucket_grad, sent, on_complete).wait()
+            bucket_grad.add(parameters, summed)
             self._pool.give(summed)
             if sent is not local:
                 self._pool.give(sent)
-            state.late.drop()
-        if state.earlier is not None:
-            state.restore_earlier(self.touched, used)
-        if state.whole is not None:
-            self._fly(self._gather(state, state.whole))
+            bucket_grad.late.drop()
+        if bucket_grad.earlier is not None:
+            bucket_grad.restore_earlier(self.touched, used)
+        if bucket_grad.whole is not None:
+            self._fly(self._gather(bucket_grad, bucket_grad.whole))
 
-    def _reduce_late(self, state: GradientBucket, sent: Tensor, on_complete: OnComplete) -> Work:
+    def _reduce_late(self, bucket_grad: GradientBucket, sent: Tensor, on_complete: OnComplete) -> Work:
         if not self.step_state.replicas.step.exchanges:
-            return self._reduce(state, sent, on_complete, TransferOptions(self._messages(None)), self._today.summed)
-        work, second = self._reduce_with_partner(state, sent, on_complete)
+            return self._reduce(
+                bucket_grad, sent, on_complete, TransferOptions(self._messages(None)), self._today.summed
+            )
+        work, second = self._reduce_with_partner(bucket_grad, sent, on_complete)
         work.wait()
         return second()
 
@@ -562,63 +564,65 @@ class Reducer:
             self._launch(self.buckets[index])
             self._order.advance()
 
-    def _launch(self, state: GradientBucket) -> None:
+    def _launch(self, bucket_grad: GradientBucket) -> None:
         """Start the reduction of ``partial``, having finished the oldest ones; of rows alone, finish it, too."""
-        by_rows = self.sends_rows(state.bucket.layout)
+        by_rows = self.sends_rows(bucket_grad.bucket.layout)
         self._finish(0 if by_rows else MAX_IN_FLIGHT - 1)
         final, rules = self._mode.final, self._today
-        partial = state.partial.settle(self._dtype_of_partial(state))
-        sent = self._to_wire(state, partial)
+        partial = bucket_grad.partial.settle(self._dtype_of_partial(bucket_grad))
+        sent = self._to_wire(bucket_grad, partial)
         if self._in_rounds:
-            self._in_flight.append(self._begin_rounds(state, sent))
+            self._in_flight.append(self._begin_rounds(bucket_grad, sent))
             return
         brought = isinstance(self.hook, WholeGradients) and not rules.sharded  # all of it, not this rank's slice alone
 
-        offer = functools.partial(self.early_use.offer, state) if self.early_use.enabled else _nothing
+        offer = functools.partial(self.early_use.offer, bucket_grad) if self.early_use.enabled else _nothing
 
         def on_complete(terms: Sequence[Tensor]) -> None:
             if final:
-                state.finish(terms, rules, offer)
+                bucket_grad.finish(terms, rules, offer)
             else:
-                state.accumulate(terms, rules)
+                bucket_grad.accumulate(terms, rules)
 
         def then() -> Work | None:
-            whole = state.make_whole() if final and rules.gathers else None
+            whole = bucket_grad.make_whole() if final and rules.gathers else None
             if brought and whole is not None:
                 whole.copy_(sent)
             if sent is not partial:
                 self._pool.give(sent)
-            return self._gather(state, whole) if whole is not None and not brought else None
+            return self._gather(bucket_grad, whole) if whole is not None and not brought else None
 
         if final and self.step_state.replicas.step.exchanges:
-            self._in_flight.append(_Flight(*self._reduce_with_partner(state, sent, on_complete, then)))
+            self._in_flight.append(_Flight(*self._reduce_with_partner(bucket_grad, sent, on_complete, then)))
             return
-        earlier = state.hand_over_total() if final and rules.ends_across else None
+        earlier = bucket_grad.hand_over_total() if final and rules.ends_across else None
         target = rules.summed if final else rules.gradients
-        way = TransferOptions(self._messages(state), earlier)
-        self._in_flight.append(_Flight(self._reduce(state, sent, on_complete, way, target), then))
+        way = TransferOptions(self._messages(bucket_grad), earlier)
+        self._in_flight.append(_Flight(self._reduce(bucket_grad, sent, on_complete, way, target), then))
         if by_rows:
             self._finish(0)  # [Note: Sparse gradients]
 
-    def _messages(self, state: GradientBucket | None) -> Messages | None:
-        """What the hook makes of the sum that ``state`` sends for the first time; None: of another one, of whose
+    def _messages(self, bucket_grad: GradientBucket | None) -> Messages | None:
+        """What the hook makes of the sum that ``bucket_grad`` sends for the first time; None: of another one, of whose
         errors nothing is known."""
         if self.hook is None or not self.hook.makes_messages:
             return None
-        return Messages(self.hook, *((None,) if state is None else (state.bucket.layout.index, self._used(state))))
+        return Messages(
+            self.hook, *((None,) if bucket_grad is None else (bucket_grad.bucket.layout.index, self._used(bucket_grad)))
+        )
 
-    def _used(self, state: GradientBucket) -> list[tuple[int, int]]:
+    def _used(self, bucket_grad: GradientBucket) -> list[tuple[int, int]]:
         """Where ``partial`` has gradients of this rank: intervals with the padding between parameters."""
-        start, found, goes_on = state.bucket.layout.start, list[tuple[int, int]](), False
-        for piece in state.pieces.values():
-            used = piece.parameter in state.partial.filled
+        start, found, goes_on = bucket_grad.bucket.layout.start, list[tuple[int, int]](), False
+        for piece in bucket_grad.pieces.values():
+            used = piece.parameter in bucket_grad.partial.filled
             if used:
                 first = found.pop()[0] if goes_on else piece.start - start
                 found.append((first, piece.end - start))
             goes_on = used
         return found
 
-    def _begin_rounds(self, state: GradientBucket, full: Tensor) -> _Flight:
+    def _begin_rounds(self, bucket_grad: GradientBucket, full: Tensor) -> _Flight:
         """As ``_launch``, of what a hook brings to every rank in rounds; ``full`` is fp32, ``partial`` or a buffer.
 
         Rounds of one bucket go between those of others, in an order that depends on launches alone.
@@ -626,15 +630,15 @@ class Reducer:
         hook, final = self.hook, self._mode.final
         if hook is None:
             raise InternalError("rounds are a hook's")
-        layout, autocast = state.bucket.layout, self._collectives.mesh.platform.autocast_type
-        rounds = hook.rounds(layout.index, full, self._used(state))
+        layout, autocast = bucket_grad.bucket.layout, self._collectives.mesh.platform.autocast_type
+        rounds = hook.rounds(layout.index, full, self._used(bucket_grad))
 
         def go_on() -> _Flight | Work | None:
             with torch.autocast(autocast, enabled=False):
                 said = next(rounds, None)
             if said is not None:
                 return self._add_up(said, layout, go_on)
-            return self._end_rounds(state, full, final=final)
+            return self._end_rounds(bucket_grad, full, final=final)
 
         first = go_on()
         return first if isinstance(first, _Flight) else _Flight(first or Work())
@@ -654,55 +658,63 @@ class Reducer:
         moved = said, Placement.PARTIAL, Placement.SHARDED, what, Purpose.GRADIENTS
         return _Flight(collectives.move(*moved, on_complete), share)
 
-    def _end_rounds(self, state: GradientBucket, full: Tensor, *, final: bool) -> Work | None:
+    def _end_rounds(self, bucket_grad: GradientBucket, full: Tensor, *, final: bool) -> Work | None:
         """``full`` is the ranks' sum. What is left to do, if anything."""
-        rules, partial, wire = self.rules, state.partial.tensor, state.wire
+        rules, partial, wire = self.rules, bucket_grad.partial.tensor, bucket_grad.wire
         taken = [] if full is partial else [full]
 
         def offer() -> None:
-            self.early_use.offer(state)
+            self.early_use.offer(bucket_grad)
 
         if not final:
-            state.accumulate([state.bucket.own_slice(full, rules.gradients)], rules)
+            bucket_grad.accumulate([bucket_grad.bucket.own_slice(full, rules.gradients)], rules)
         elif not rules.gathers or rules.sharded:
-            state.finish([state.bucket.own_slice(full, Placement.SHARDED)], rules, offer)
+            bucket_grad.finish([bucket_grad.bucket.own_slice(full, Placement.SHARDED)], rules, offer)
         else:  # all of it is complete, not this rank's slice alone
             divided = full if full.dtype is wire else self._pool.take(full.numel(), wire)
             taken += [divided] if divided is not full else []
             ordered_sum([full], divided, divisor=rules.divisor, rounded=wire)
-            state.finish([state.bucket.own_slice(divided, Placement.SHARDED)], replace(rules, divisor=1), offer)
-            whole = state.make_whole()
+            bucket_grad.finish(
+                [bucket_grad.bucket.own_slice(divided, Placement.SHARDED)], replace(rules, divisor=1), offer
+            )
+            whole = bucket_grad.make_whole()
             if whole.data_ptr() != divided.data_ptr():
                 whole.copy_(divided)
         for buffer in taken:
             self._pool.give(buffer)
-        return self._gather(state, state.make_whole()) if final and rules.gathers and rules.sharded else None
+        return (
+            self._gather(bucket_grad, bucket_grad.make_whole()) if final and rules.gathers and rules.sharded else None
+        )
 
-    def _reduce_across(self, state: GradientBucket) -> None:
+    def _reduce_across(self, bucket_grad: GradientBucket) -> None:
         """The window ends without another reduction inside of the shard groups: add up what these have."""
         self._finish(MAX_IN_FLIGHT - 1)
-        rules, total = self.rules, state.hand_over_total(self.rules.reduce)
+        rules, total = self.rules, bucket_grad.hand_over_total(self.rules.reduce)
         if total is None:
             return
 
         def on_complete(terms: Sequence[Tensor]) -> None:
-            state.finish(terms, rules, lambda: None)
+            bucket_grad.finish(terms, rules, lambda: None)
 
         def then() -> Work:
             self._pool.give(total)
-            return self._gather(state, state.make_whole())
+            return self._gather(bucket_grad, bucket_grad.make_whole())
 
-        moved = total, Placement.PARTIAL_ACROSS, Placement.SHARDED, state.bucket.layout, Purpose.GRADIENTS
+        moved = total, Placement.PARTIAL_ACROSS, Placement.SHARDED, bucket_grad.bucket.layout, Purpose.GRADIENTS
         work = self._collectives.move(*moved, on_complete, TransferOptions(self._messages(None)))
         self._in_flight.append(_Flight(work, then))
 
     def _reduce_with_partner(
-        self, state: GradientBucket, sent: Tensor, on_complete: OnComplete, then: Callable[[], object] = lambda: None
+        self,
+        bucket_grad: GradientBucket,
+        sent: Tensor,
+        on_complete: OnComplete,
+        then: Callable[[], object] = lambda: None,
     ) -> tuple[Work, Callable[[], Work]]:
         """``sent`` is added up inside of the group, what waits in ``total`` joins; what then begins brings another
         group's sum beside it, and hands both to ``on_complete``. then: ``sent`` is not used any more."""
-        rules, earlier = self._today, state.hand_over_total()
-        summed = self._pool.take(state.bucket.layout.sizes[rules.complete], rules.reduce)
+        rules, earlier = self._today, bucket_grad.hand_over_total()
+        summed = self._pool.take(bucket_grad.bucket.layout.sizes[rules.complete], rules.reduce)
 
         def add_up(terms: Sequence[Tensor]) -> None:
             ordered_sum(terms, summed, total=earlier, reduce_dtype=rules.reduce)
@@ -711,18 +723,20 @@ class Reducer:
 
         def second() -> Work:
             then()
-            return self._exchange_sums(state, summed, on_complete)
+            return self._exchange_sums(bucket_grad, summed, on_complete)
 
-        return self._reduce(state, sent, add_up, TransferOptions(), rules.summed), second
+        return self._reduce(bucket_grad, sent, add_up, TransferOptions(), rules.summed), second
 
-    def _exchange_total(self, state: GradientBucket) -> None:
+    def _exchange_total(self, bucket_grad: GradientBucket) -> None:
         """The window ends without another reduction inside of the shard groups."""
         self._finish(MAX_IN_FLIGHT - 1)
-        rules, total = self._today, state.hand_over_total(self.rules.reduce)
+        rules, total = self._today, bucket_grad.hand_over_total(self.rules.reduce)
         if total is not None:
-            self._fly(self._exchange_sums(state, total, lambda terms: state.finish(terms, rules, lambda: None)))
+            self._fly(
+                self._exchange_sums(bucket_grad, total, lambda terms: bucket_grad.finish(terms, rules, lambda: None))
+            )
 
-    def _exchange_sums(self, state: GradientBucket, summed: Tensor, on_complete: OnComplete) -> Work:
+    def _exchange_sums(self, bucket_grad: GradientBucket, summed: Tensor, on_complete: OnComplete) -> Work:
         """Begin to bring another group's sum; ``on_complete`` is given both. summed: a buffer of the pool, which is
         the caller's no longer."""
         to, source = self.step_state.replicas.partners
@@ -736,16 +750,16 @@ class Reducer:
             self._pool.give(summed)
             self._pool.give(received)
 
-        work = self._collectives.deliver(parts, state.bucket.layout, Purpose.GRADIENTS, Axis.ACROSS)
+        work = self._collectives.deliver(parts, bucket_grad.bucket.layout, Purpose.GRADIENTS, Axis.ACROSS)
         return work.ending_with(end)
 
-    def _dtype_of_partial(self, state: GradientBucket) -> torch.dtype:
+    def _dtype_of_partial(self, bucket_grad: GradientBucket) -> torch.dtype:
         """Of a sum that is begun now: the wire's where it is sent at once, else what gradients wait in; fp32 for a
         hook that makes something else of it."""
         if (self._makes_messages or self._in_rounds) and self._mode.synchronise and not self._rounds_before_sending:
             return torch.float32
         waits = not self._mode.synchronise or self._rounds_before_sending
-        return self.rules.accumulate if waits else state.wire
+        return self.rules.accumulate if waits else bucket_grad.wire
 
     @property
     def _in_rounds(self) -> bool:
@@ -755,9 +769,9 @@ class Reducer:
     def _makes_messages(self) -> bool:
         return self.hook is not None and self.hook.makes_messages
 
-    def _to_wire(self, state: GradientBucket, full: Tensor) -> Tensor:
+    def _to_wire(self, bucket_grad: GradientBucket, full: Tensor) -> Tensor:
         """``full`` in the dtype that is sent, fp32 for a hook: itself, or a copy in a buffer of the pool."""
-        dtype = torch.float32 if self._makes_messages or self._in_rounds else state.wire
+        dtype = torch.float32 if self._makes_messages or self._in_rounds else bucket_grad.wire
         if full.dtype is dtype:
             return full
         sent = self._pool.take(full.numel(), dtype)
@@ -766,15 +780,15 @@ class Reducer:
 
     def _reduce(
         self,
-        state: GradientBucket,
+        bucket_grad: GradientBucket,
         full: Tensor,
         on_complete: OnComplete,
         way: TransferOptions,
         target: Placement,
     ) -> Work:
-        bucket, hook = state.bucket, self.hook
+        bucket, hook = bucket_grad.bucket, self.hook
         if isinstance(hook, WholeGradients):
-            return self._reduce_by(hook, state, full, on_complete, target)
+            return self._reduce_by(hook, bucket_grad, full, on_complete, target)
         if hook is not None and not hook.sends:
             return Work(on_complete=lambda: on_complete([bucket.own_slice(full, target)]))
         if self.sends_rows(bucket.layout):
@@ -784,14 +798,19 @@ class Reducer:
         )
 
     def _reduce_by(
-        self, hook: WholeGradients, state: GradientBucket, full: Tensor, on_complete: OnComplete, target: Placement
+        self,
+        hook: WholeGradients,
+        bucket_grad: GradientBucket,
+        full: Tensor,
+        on_complete: OnComplete,
+        target: Placement,
     ) -> Work:
         """A function of the user's brings the mean over ranks. One at a time on gloo, whose two threads it may hold:
         torch's PowerSGD waits for a collective in what follows another one."""
         if self._collectives.may_poll:
             self._finish(0)
-        layout, parameters = state.bucket.layout, self.views.parameters
-        pieces = list(state.pieces.values())
+        layout, parameters = bucket_grad.bucket.layout, self.views.parameters
+        pieces = list(bucket_grad.pieces.values())
         gradients = []
         for piece in pieces:
             flat, spec = full[piece.start - layout.start : piece.end - layout.start], self._spec(piece.parameter)
@@ -805,7 +824,7 @@ class Reducer:
 
         def take() -> None:
             full.copy_(hook.result(future, full))
-            on_complete([state.bucket.own_slice(full, target)])
+            on_complete([bucket_grad.bucket.own_slice(full, target)])
 
         return self._collectives.follow(FutureWork(future), layout, Purpose.GRADIENTS, take)
 
@@ -821,15 +840,15 @@ class Reducer:
         """``hook`` says what travels when gradients are reduced, from the start on."""
         self.hook, mesh = hook, self._collectives.mesh
         if hook is not None and mesh.ranks > 1:
-            for state in self.buckets:
-                layout = state.bucket.layout
-                hook.allocate(layout.index, layout.length, self._parts(state), mesh.ranks, mesh.device)
+            for bucket_grad in self.buckets:
+                layout = bucket_grad.bucket.layout
+                hook.allocate(layout.index, layout.length, self._parts(bucket_grad), mesh.ranks, mesh.device)
 
-    def _parts(self, state: GradientBucket) -> list[Part]:
-        start = state.bucket.layout.start
+    def _parts(self, bucket_grad: GradientBucket) -> list[Part]:
+        start = bucket_grad.bucket.layout.start
         return [
             Part(piece.parameter, piece.start - start, piece.end - piece.start, spec.shape_in_memory, spec.number)
-            for piece in state.pieces.values()
+            for piece in bucket_grad.pieces.values()
             for spec in [self._spec(piece.parameter)]
         ]
 
@@ -870,13 +889,17 @@ class Reducer:
         parameter, and factors, the same on all ranks, of parameters as a whole."""
         if self.hook is None:
             return
-        for each in (state.bucket.layout for state in self.buckets if state.bucket.layout.index in self.hook.errors):
+        for each in (
+            bucket_grad.bucket.layout
+            for bucket_grad in self.buckets
+            if bucket_grad.bucket.layout.index in self.hook.errors
+        ):
             yield from slices_of(layout, each, (each.start, each.end), {ERROR: self.hook.errors[each.index]})
         for parameter, factor in self.hook.factors.items():
             yield FlatSlice(layout.parameters[parameter].name, FACTOR, 0, factor.view(-1), per=0)
 
-    def _gather(self, state: GradientBucket, whole: Tensor) -> Work:
-        layout = state.bucket.layout
+    def _gather(self, bucket_grad: GradientBucket, whole: Tensor) -> Work:
+        layout = bucket_grad.bucket.layout
         if self.sends_rows(layout):
             return self._rows.gather(whole, layout)
         return self._collectives.move(whole, Placement.SHARDED, self.rules.state, layout, Purpose.WHOLE_GRADIENTS)

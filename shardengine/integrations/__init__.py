@@ -1,4 +1,4 @@
-"""shardengine inside of frameworks, by the frameworks' own means of extension; one file each, imported by its name.
+"""Integrations with training frameworks, through the frameworks' own extension points; one module per framework.
 
-Nothing imports these files but users: each needs its framework. Must not know: the engine behind its public surface.
+Only users import these modules, by name, because each needs its framework. Must not know: engine internals.
 """

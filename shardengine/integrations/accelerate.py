@@ -1,14 +1,15 @@
-"""ShardAccelerator: accelerate's Accelerator with one of our engines where that would wrap a model in DDP.
+"""ShardAccelerator: accelerate's Accelerator with one of our engines in place of DDP.
 
-Owns: what accelerate's calls mean for an engine. Must not know: Trainer; the engine behind its public surface.
+Owns: the translation of accelerate's calls to an engine. Must not know: Trainer; engine internals.
 
-[Note: Who says what] accelerate knows where a window ends (``sync_gradients``) and divides losses by its accumulation
-steps; the engine is told the one and leaves the other. It clips when it steps, to what ``clip_grad_norm_`` was given.
+[Note: Who says what] accelerate knows the end of an accumulation window (``sync_gradients``) and divides losses by its
+accumulation steps. It passes the end of the window to the engine, which does not divide losses itself. The engine clips
+when it steps, to the norm that ``clip_grad_norm_`` was called with.
 
-[Note: Precision] ``mixed_precision`` means what it means to accelerate: autocast, over weights in the model's dtype.
-accelerate wraps the model's forward for it, so that evaluation of the bare model is under autocast as well; the engine
-is told (``torch_autocast``), because it scales the loss of fp16, as torch's GradScaler would. Where the config
-says ``bf16`` or ``fp16``, weights are in that dtype and there is no autocast.
+[Note: Precision] ``mixed_precision`` has accelerate's meaning: autocast, over weights in the model's dtype. accelerate
+wraps the model's forward for it, so that evaluation of the bare model is under autocast as well. The engine's config
+gets ``torch_autocast``, because the engine scales the loss for fp16, as torch's GradScaler would. If the config enables
+``bf16`` or ``fp16``, weights are in that dtype and there is no autocast.
 """
 
 from __future__ import annotations
@@ -41,30 +42,35 @@ from shardengine.start import initialize
 _log = logging.getLogger(__name__)
 _KINDS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 _AUTOCAST = {"no": None, "bf16": "bfloat16", "fp16": "float16"}
-"""accelerate's mixed_precision → dtype of autocast."""
+"""accelerate's ``mixed_precision`` → dtype of autocast."""
 _TOTAL, _MICRO, _STEPS = TRIPLE
 _TOGETHER = "expected the model and its optimizer in one call, as in accelerator.prepare(model, optimizer, ...)"
 
 
 class Surroundings(NamedTuple):
-    """What a trainer knows, and an accelerator does not. before_engine: called before each engine is made that trains,
-    with a model that is whole (None where an earlier engine has left it sharded), the config and the optimizer ·
-    first_batch: makes a micro-batch, by which the stage is decided where the config says "auto"; called on rank 0."""
+    """Callbacks of a trainer.
+
+    before_engine: called before a training engine is created, with the whole model (None if an earlier engine has left
+    it sharded), the config and the optimizer · first_batch: makes a micro-batch to decide the stage if it is "auto" in
+    the config; called on rank 0.
+    """
 
     before_engine: Callable[[nn.Module | None, Config, torch.optim.Optimizer | None], None]
     first_batch: Callable[[], Mapping[str, Any]]
 
 
 class ConfigOptimizer(torch.optim.Optimizer):
-    """Stands for the optimizer of the engine's config until ``prepare``. params: as of any torch optimizer; options
-    that a group sets itself, for example ``weight_decay``, count before the config's."""
+    """A placeholder for the optimizer of the engine's config until ``prepare``.
+
+    params: as for any torch optimizer; options of a group, for example ``weight_decay``, override the config's.
+    """
 
     def __init__(self, params: Iterable[Any]) -> None:
         super().__init__(params, {})
 
 
 class ShardOptimizer(AcceleratedOptimizer):
-    """The optimizer of an engine, as ``prepare`` returns it: it acts at the end of a window, not before."""
+    """The optimizer of an engine, as ``prepare`` returns it; it steps only at the end of an accumulation window."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine.optimizer, device_placement=False)
@@ -72,7 +78,7 @@ class ShardOptimizer(AcceleratedOptimizer):
         self._has_stepped = False
 
     def step(self, closure: Any = None) -> None:
-        """Clip and step, where accelerate says that the window ends; nothing elsewhere."""
+        """Clip and step if accelerate's ``sync_gradients`` is true; else do nothing."""
         if self.gradient_state.sync_gradients:
             if closure is not None:
                 with torch.enable_grad():
@@ -82,16 +88,16 @@ class ShardOptimizer(AcceleratedOptimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was, because gradients were not finite."""
+        """Whether the last step was skipped because gradients were not finite."""
         return self._has_stepped and not self.engine.was_step_applied()
 
 
 class ShardAccelerator(Accelerator):
-    """accelerate's Accelerator, which shards models by our engine instead of replicating them by DDP.
+    """accelerate's Accelerator, which shards models with our engine instead of replicating them with DDP.
 
-    ``prepare`` returns the engine in the place of a model; everything else is accelerate's. The model and its optimizer
-    are prepared in one call; a model alone is sharded for inference, or trained by the config's "optimizer" where it
-    has one. A model that an engine of an earlier ``prepare`` holds is taken over by the new one.
+    ``prepare`` returns the engine in place of a model; everything else works as in accelerate. Prepare the model and
+    its optimizer in one call. A model alone is sharded for inference, or trained with the config's "optimizer" if there
+    is one. If an engine of an earlier ``prepare`` holds the model, the new engine takes it over.
     """
 
     engine_config: dict[str, Any]
@@ -102,17 +108,18 @@ class ShardAccelerator(Accelerator):
     _unsynchronised: list[Engine]
     _saving: dict[str, Any] | None = None
     _handed: list[dict[str, Any]]
-    """The state dicts of engines that accelerate has asked for in this ``save_state``."""
+    """State dicts of engines that accelerate has requested during the current ``save_state``."""
     _told_of_clipping = False
     _surroundings: Surroundings | None = None
     _stage: int | None = None
-    """Where the config says "auto": that with which it is read until a plan has decided."""
+    """If the config's stage is "auto": a provisional stage to read the config with, until a plan has decided."""
 
     def __init__(self, *args: Any, engine_config: Mapping[str, Any] | str | Path | None = None, **kwargs: Any) -> None:
-        """engine_config: the engine's config, a dict or the path of a JSON file. Sizes and precision that it leaves
-        out, or that are "auto", are accelerate's. Everything else is as of ``accelerate.Accelerator``.
+        """Arguments as for ``accelerate.Accelerator``, plus ``engine_config``.
 
-        ConfigError with every problem of the config; UsageError where accelerate was started for another engine.
+        engine_config: the engine's config, a dict or the path of a JSON file. Batch sizes and precision that are
+        missing or "auto" in it are accelerate's. ConfigError with every problem of the config; UsageError if accelerate
+        was started for another engine.
         """
         super().__init__(*args, **kwargs)
         self._begin(engine_config, {})
@@ -125,8 +132,10 @@ class ShardAccelerator(Accelerator):
         auto: Mapping[str, Any],
         surroundings: Surroundings | None = None,
     ) -> ShardAccelerator:
-        """``accelerator``, which has prepared nothing yet, as one of ours. auto: dotted name → what counts where the
-        config says "auto"."""
+        """Turn ``accelerator``, which has prepared nothing yet, into a ShardAccelerator and return it.
+
+        auto: dotted name → value for settings that are "auto" in the config.
+        """
         accelerator.__class__ = cls
         assert isinstance(accelerator, ShardAccelerator)
         accelerator._surroundings = surroundings
@@ -168,8 +177,11 @@ class ShardAccelerator(Accelerator):
         self._settle_precision(config)
 
     def _config(self, micro_batch: int, *, optimizer: bool = True, trains: bool = True) -> Config:
-        """The engine's config with accelerate's sizes and precision. micro_batch: samples per rank in one · optimizer:
-        whether the config's counts · trains: whether there is any."""
+        """Return the engine's config with accelerate's batch sizes and precision.
+
+        micro_batch: samples per rank in a micro-batch · optimizer: whether to keep the config's optimizer · trains:
+        whether there is any optimizer.
+        """
         tree = copy.deepcopy(self.engine_config)
         mixed = str(self.state.mixed_precision)
         if mixed not in _AUTOCAST:
@@ -180,7 +192,7 @@ class ShardAccelerator(Accelerator):
         given = [name for name in TRIPLE if tree.get(name, "auto") != "auto"]
         for name in TRIPLE:
             if name not in given:
-                tree.pop(name, None)  # it follows from two others
+                tree.pop(name, None)  # the other two determine it
         if _TOTAL not in given or _MICRO not in given:
             tree.setdefault(_STEPS, "auto")
         if _TOTAL not in given:
@@ -205,7 +217,7 @@ class ShardAccelerator(Accelerator):
     def _decide_stage(
         self, model: nn.Module, config: Config, optimizer: torch.optim.Optimizer | None
     ) -> tuple[Config, Mesh]:
-        """``config`` with the stage that a plan says; the mesh on which all ranks have heard it, for the engine."""
+        """Return ``config`` with the stage that a plan chose, and the mesh that was used to agree on it, for the engine."""
         mesh = mesh_of(None, config.timeout_s)
         tree = config.to_dict()
         tree["zero_optimization"]["stage"] = "auto"
@@ -221,7 +233,7 @@ class ShardAccelerator(Accelerator):
         return _at_stage(config, values[STAGE]), mesh
 
     def _settle_precision(self, config: Config) -> None:
-        """[Note: Precision]."""
+        """Check that autocast in ``config`` matches ``mixed_precision``, and set ``native_amp`` ([Note: Precision])."""
         autocast = config.torch_autocast.dtype if config.torch_autocast.enabled else None
         expected = _AUTOCAST[str(self.state.mixed_precision)]
         if autocast is not None and autocast != expected:
@@ -234,10 +246,10 @@ class ShardAccelerator(Accelerator):
     # Preparing
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """As accelerate's; an engine comes back for a model, and for its optimizer one that steps shards.
+        """As in accelerate, but return an engine for a model, and a ShardOptimizer for its optimizer. Collective.
 
-        Collective. UsageError for a model and an optimizer that come in two calls, and for several optimizers over one
-        model; and as ``shardengine.initialize``.
+        UsageError if a model and its optimizer come in two calls, or if several optimizers step one model. Other errors
+        as ``shardengine.initialize``.
         """
         models = [each for each in args if isinstance(each, nn.Module)]
         held = {each.engine.module: each.engine for each in args if isinstance(each, ShardOptimizer)}
@@ -263,14 +275,16 @@ class ShardAccelerator(Accelerator):
         return super().prepare(*result, device_placement=device_placement)
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
-        """An engine for ``model``, without an optimizer; with ``evaluation_mode`` the model itself, whole on every
-        rank, as accelerate leaves it then."""
+        """Return an engine for ``model``, prepared without an optimizer.
+
+        evaluation_mode: return the model itself, whole on every rank, as accelerate does.
+        """
         if evaluation_mode or isinstance(model, Engine):
             return super().prepare_model(model, device_placement, evaluation_mode) if evaluation_mode else model
         return self.prepare(model)
 
     def _pair(self, models: list[nn.Module], args: Iterable[Any]) -> dict[nn.Module, torch.optim.Optimizer]:
-        """Which optimizer steps which of ``models``."""
+        """Return the optimizer in ``args`` that steps each of ``models``, if there is one."""
         pairs: dict[nn.Module, torch.optim.Optimizer] = {}
         parameters = {model: set(map(id, model.parameters())) for model in models}
         prepared = {id(p) for engine in self._engines() for p in engine.module.parameters()}
@@ -317,7 +331,7 @@ class ShardAccelerator(Accelerator):
         return engine
 
     def _batch_size(self, loader: Any) -> int | None:
-        """Samples of one rank in a batch of ``loader``; None where it does not say."""
+        """Return the samples per rank in a batch of ``loader``; None if it is no DataLoader with a batch size."""
         size = getattr(loader, "batch_size", None) if isinstance(loader, torch.utils.data.DataLoader) else None
         if size is None or not self.split_batches:
             return size
@@ -327,23 +341,23 @@ class ShardAccelerator(Accelerator):
         return [each for each in self._models if isinstance(each, Engine) and each.is_open]
 
     def _engine_of(self, model: Any) -> Engine | None:
-        """The engine that ``model`` is, or is held by."""
+        """Return ``model`` if it is an engine, the engine that holds it, or None."""
         return next((each for each in self._engines() if model is each or model is each.module), None)
 
     # Forward to step
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Backward of ``loss``, divided by the accumulation steps."""
+        """Run the backward of ``loss``, divided by the accumulation steps."""
         engines = self._say_boundary()
         if not engines:
             super().backward(loss, **kwargs)
         elif len(engines) == 1:
             engines[0].backward(loss / self.gradient_accumulation_steps, divide=False, **kwargs)
-        else:  # whichever of them it goes through
+        else:  # it is not known which of them it goes through
             (loss / self.gradient_accumulation_steps).backward(**kwargs)
 
     def _say_boundary(self) -> list[Engine]:
-        """Tell the engines that train whether the micro-batch ends the window."""
+        """Set on each training engine whether the micro-batch ends the accumulation window; return these engines."""
         engines = [engine for engine in self._engines() if engine.optimizer is not None]
         for engine in engines:
             engine.set_gradient_accumulation_boundary(self.sync_gradients and engine not in self._unsynchronised)
@@ -351,15 +365,17 @@ class ShardAccelerator(Accelerator):
 
     @contextmanager
     def accumulate(self, *models: Any) -> Iterator[None]:
-        """As accelerate's; ``loss.backward()`` inside counts as ``accelerator.backward(loss)``, but is not divided."""
+        """As in accelerate. Inside, ``loss.backward()`` works like ``accelerator.backward(loss)``, but does not divide."""
         with super().accumulate(*models):
             self._say_boundary()
             yield
 
     @contextmanager
     def no_sync(self, model: Any) -> Iterator[None]:
-        """Micro-batches of ``model`` inside do not end a window. Where gradients are sharded they are reduced all the
-        same."""
+        """Inside, micro-batches of ``model`` do not end an accumulation window.
+
+        Stages that shard gradients still reduce them.
+        """
         engine = self._engine_of(model)
         if engine is None:
             with super().no_sync(model):
@@ -375,7 +391,7 @@ class ShardAccelerator(Accelerator):
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
-        """Refused for an engine where batches are uneven."""
+        """As in accelerate, but UsageError for an engine if ``even_batches`` is False."""
         if even_batches is False and any(isinstance(each, Engine) for each in joinables):
             raise UsageError(
                 "join_uneven_inputs: an engine needs the same number of micro-batches on every rank; expected "
@@ -388,10 +404,11 @@ class ShardAccelerator(Accelerator):
                 yield
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
-        """Clip the coming step to ``max_norm`` (inf: only measure) → the norm of the whole gradient before clipping.
+        """Clip the next step to ``max_norm`` (inf: only measure) and return the norm of the whole gradient before it.
 
-        parameters: all that the engine steps. Off the end of a window gradients are not complete: nothing is clipped,
-        with a warning, and the norm is NaN. UsageError for a part of the parameters, and for another norm than 2.
+        parameters: all that the engine steps. Before the end of an accumulation window gradients are not complete: a
+        warning is logged, nothing is clipped, and the norm is NaN. UsageError if parameters are missing, or if
+        ``norm_type`` is not 2.
         """
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         engine = self._stepping(given)
@@ -410,7 +427,7 @@ class ShardAccelerator(Accelerator):
         return torch.tensor(measured, device=self.device)
 
     def _ends_window(self, engine: Engine, call: str) -> bool:
-        """Whether gradients are complete; where they are not, ``call`` is told once to have done nothing."""
+        """Return whether gradients are complete; if not, warn once that ``call`` does nothing."""
         if engine.is_gradient_accumulation_boundary():
             return True
         if not self._told_of_clipping and self.is_main_process:
@@ -423,30 +440,35 @@ class ShardAccelerator(Accelerator):
         return False
 
     def _stepping(self, parameters: list[Tensor]) -> Engine | None:
-        """The engine that steps some of ``parameters``; None where none does."""
+        """Return the engine that steps some of ``parameters``; None if there is none."""
         given, training = set(map(id, parameters)), (each for each in self._engines() if each.optimizer is not None)
         return next((engine for engine in training if _parameters_of(engine.optimizer) & given), None)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clip each element of the coming step's gradient; in the middle of a window none, as ``clip_grad_norm_``."""
+        """Clip each gradient element of the next step.
+
+        Before the end of an accumulation window it does nothing, as ``clip_grad_norm_``.
+        """
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         engine = self._stepping(given)
         if engine is None or self._ends_window(engine, "clip_grad_value_"):
             super().clip_grad_value_(given, clip_value)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Nothing: gradients are shown, and their norm is taken, without the loss scale."""
+        """Do nothing: visible gradients, and their norm, are without the loss scale."""
 
-    # What was prepared
+    # Prepared models
 
     def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
-        """The model that was given to ``prepare``; at stage 3 its weights are sharded."""
+        """Return the model that was passed to ``prepare``; at stage 3 its weights are sharded."""
         inner = model.module if isinstance(model, Engine) else model
         return super().unwrap_model(inner, keep_fp32_wrapper, keep_torch_compile)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
-        """The whole state dict on the CPU of rank 0, {} elsewhere; of a model with adapters names and shapes there, for
-        peft. Collective."""
+        """Return the whole state dict on the CPU of rank 0, {} on other ranks. Collective.
+
+        For a model with adapters, the other ranks get names and shapes, which peft needs.
+        """
         engine = self._engine_of(model)
         if engine is None:
             return super().get_state_dict(model, unwrap)
@@ -460,8 +482,11 @@ class ShardAccelerator(Accelerator):
         return state
 
     def free_memory(self, *objects: Any) -> Any:
-        """Let go of what was prepared. Engines among ``objects`` are closed and gather nothing: their models keep
-        sharded weights, which the next ``prepare`` of them takes over; collective then."""
+        """Release all prepared objects.
+
+        Engines among ``objects`` are closed without gathering weights, which is collective. Their models keep sharded
+        weights; the next ``prepare`` of such a model takes them over.
+        """
         for each in objects:
             if isinstance(each, Engine):
                 each.close(restore=False)
@@ -470,10 +495,10 @@ class ShardAccelerator(Accelerator):
     # Checkpoints
 
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **save_model_func_kwargs: Any) -> Any:
-        """As accelerate's; of each engine it holds a checkpoint, a folder ``pytorch_model``; collective. Hooks of the
-        user's get whole state dicts on rank 0, {} elsewhere, which are gathered where there are hooks.
+        """As in accelerate, with a checkpoint of each engine in a folder ``pytorch_model``. Collective.
 
-        save_model_func_kwargs: of ``engine.save_checkpoint``, for example ``frozen=False`` for adapters.
+        If the user has registered save hooks, whole state dicts are gathered: hooks get them on rank 0, {} on other
+        ranks. save_model_func_kwargs: of ``engine.save_checkpoint``, for example ``frozen=False`` for adapters.
         """
         with self._other_optimizers():
             handle = self.register_save_state_pre_hook(self._save_engines)
@@ -485,14 +510,14 @@ class ShardAccelerator(Accelerator):
                 handle.remove()
 
     def _save_engines(self, models: list[Any], weights: list[Any], output_dir: str) -> None:
-        """The last one of accelerate's hooks: what it would save for engines is in their checkpoints."""
+        """Save the engines, as the last of accelerate's hooks, and remove their state dicts from ``weights``."""
         for number, engine in enumerate(self._engines()):
             engine.average_replicas()
             engine.save_checkpoint(output_dir, _tag(number), **(self._saving or {}))
         weights[:] = [each for each in weights if not any(each is state for state in self._handed)]
 
     def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **load_model_func_kwargs: Any) -> None:
-        """As accelerate's, of what ``save_state`` wrote at any stage and number of ranks; collective.
+        """As in accelerate, from a folder that ``save_state`` wrote at any stage and number of ranks. Collective.
 
         load_model_func_kwargs: of ``engine.load_checkpoint``, for example ``strict=False``.
         """
@@ -511,7 +536,7 @@ class ShardAccelerator(Accelerator):
 
     @contextmanager
     def _other_optimizers(self) -> Iterator[None]:
-        """Those that are not an engine's; its checkpoint has its own."""
+        """Inside, hide the engines' optimizers from accelerate: their states are in the engines' checkpoints."""
         every = self._optimizers
         self._optimizers = [each for each in every if not isinstance(each, ShardOptimizer)]
         try:
@@ -525,7 +550,7 @@ def _at_stage(config: Config, stage: int) -> Config:
 
 
 def written(engine_config: Any) -> dict[str, Any]:
-    """A config as a dict of its own. UsageError for what is neither a dict nor a path, ConfigError as `load_config`."""
+    """Return a config as a new dict. UsageError unless it is a dict, a path or None; ConfigError as `load_config`."""
     if isinstance(engine_config, str | Path):
         return read_tree(Path(engine_config))
     if engine_config is not None and not isinstance(engine_config, Mapping):
@@ -535,7 +560,7 @@ def written(engine_config: Any) -> dict[str, Any]:
 
 
 def _loss_scale(given: Any) -> dict[str, Any]:
-    """torch's GradScaler with the GradScalerKwargs ``given`` to accelerate, in the config's words."""
+    """Return the config section for torch's GradScaler with accelerate's GradScalerKwargs ``given``."""
     options = {"init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
     options |= {} if given is None else {name: getattr(given, name) for name in options}
     fraction, power = math.frexp(options["init_scale"])

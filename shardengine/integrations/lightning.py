@@ -1,16 +1,16 @@
 """``Trainer(strategy="shardengine_stage_3")`` after ``import shardengine.integrations.lightning``.
 
-Owns: what Lightning's strategy does by means of an engine. Must not know: the engine behind its public surface.
+Owns: the implementation of Lightning's strategy by an engine. Must not know: engine internals.
 
-[Note: Steps through the engine] Lightning calls ``training_step``, not ``forward``. It is called in the engine's
-forward (Lightning's redirection for wrapped modules), so that weights of the LightningModule itself are there, inputs
-are cast, buffers are rank 0's, and a failure is told to the other ranks. Lightning says before each backward whether
-it ends the window, and has divided the loss. ``zero_grad``, clipping and ``step`` of the user's optimizer are the
-engine's while it is open, so Lightning's own loop is left as it is.
+[Note: Steps through the engine] Lightning calls ``training_step``, not ``forward``. The strategy calls it inside the
+engine's forward (Lightning's redirection for wrapped modules). So the weights of the LightningModule itself are
+gathered, inputs are cast, buffers are rank 0's, and a failure is propagated to the other ranks. Before each backward,
+Lightning's loop knows whether it ends the accumulation window, and it has divided the loss. While the engine is open,
+it implements ``zero_grad``, clipping and ``step`` of the user's optimizer, so Lightning's own loop is unchanged.
 
-[Note: Two parts] ``X.ckpt`` is what Lightning writes, without optimizer states: any program loads it, with
-``load_from_checkpoint``, too. ``X.ckpt.shards/TAG`` beside it is the engine's checkpoint. The file names the tag and is
-written last, so that a pair is whole or still the one before.
+[Note: Two parts] ``X.ckpt`` is the file that Lightning writes, without optimizer states. Any program can load it, also
+with ``load_from_checkpoint``. ``X.ckpt.shards/TAG`` beside it is the engine's checkpoint. The file names the tag and is
+written last, so that the two always match: a failed save leaves the previous pair.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _PRECISIONS: dict[str, dict[str, Any]] = {
         "fp16": {"enabled": False, "initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1},
     },
 }
-"""What Lightning's ``precision`` is in the config; the loss scale is that of torch's GradScaler."""
+"""Lightning's ``precision`` → sections of the config; the loss scale is that of torch's GradScaler."""
 _OF_LIGHTNING = (
     "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin",
     "process_group_backend", "timeout", "start_method",
@@ -61,11 +61,11 @@ _WITHOUT_STATES = (
 _MAY_BE_LEFT_OUT = (
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
 )  # fmt: skip
-"""What the Trainer knows, or nobody has to."""
+"""Keys of the config that may be missing: the Trainer knows them, or they are optional."""
 
 
 class Unscaled(MixedPrecision):
-    """Lightning's regions of autocast without its GradScaler: the engine scales the loss."""
+    """Lightning's autocast plugin without its GradScaler: the engine scales the loss."""
 
     def __init__(self, plugin: MixedPrecision) -> None:
         super().__init__(plugin.precision, plugin.device)
@@ -73,13 +73,13 @@ class Unscaled(MixedPrecision):
 
 
 class ShardStrategy(DDPStrategy):
-    """Trains a LightningModule by an engine, which shards what ``stage`` says over the ranks.
+    """Trains a LightningModule with an engine, which shards it over the ranks according to ``stage``.
 
-    config: as ``shardengine.initialize`` takes it (what the Trainer knows may be left out) · stage: 0 to 3; None:
-    the config's · full_weights: whether ``.ckpt`` files hold the whole weights, which rank 0 then has in host memory
-    while it writes them; without, the weights are in the folder beside the file alone · others: Lightning's own
-    arguments of DDPStrategy, such as ``start_method`` and ``timeout``, which is the engine's ``timeout_s``, too, unless
-    config has one.
+    config: as for ``shardengine.initialize`` (settings that the Trainer knows may be missing) · stage: 0 to 3; None:
+    that of the config · full_weights: whether ``.ckpt`` files hold the whole weights. Rank 0 then needs them in host
+    memory while it writes. If False, only the folder beside the file has the weights · others: Lightning's arguments of
+    DDPStrategy, such as ``start_method`` and ``timeout``, which also sets the engine's ``timeout_s`` unless the config
+    does.
 
     ConfigError for every problem of the config; UsageError for other arguments.
     """
@@ -105,7 +105,7 @@ class ShardStrategy(DDPStrategy):
         if others.get("timeout") is not None:
             self._tree.setdefault("timeout_s", others["timeout"].total_seconds())
         self._full_weights = full_weights
-        self._left_out: Path | None = None  # a checkpoint whose weights the engine that is made next has to load
+        self._left_out: Path | None = None  # a checkpoint whose weights the next engine has to load
         self._beside: Path | None = None  # the engine's part of the checkpoint that was loaded last
         self._engine: Engine | None = None
         self._fails = False
@@ -123,12 +123,12 @@ class ShardStrategy(DDPStrategy):
 
     @property
     def precision_plugin(self) -> Any:
-        """Lightning's own; it casts batches and opens regions of autocast, the engine does the rest."""
+        """Lightning's precision plugin; it casts batches and enters autocast, the engine does the rest."""
         return super().precision_plugin
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Any) -> None:
-        """UsageError for one that is none of Lightning's floating-point ones."""
+        """Set the plugin; UsageError unless it is one of Lightning's floating-point plugins."""
         if plugin is not None and type(plugin) not in (Precision, HalfPrecision, MixedPrecision, Unscaled):
             raise UsageError(
                 f"ShardStrategy: expected precision {', '.join(map(repr, _PRECISIONS))}, got "
@@ -137,7 +137,7 @@ class ShardStrategy(DDPStrategy):
         self._precision_plugin = Unscaled(plugin) if isinstance(plugin, MixedPrecision) else plugin
 
     def setup(self, trainer: Any) -> None:
-        """Make the engine: to train, or, with weights alone, to evaluate."""
+        """Create the engine: with an optimizer for training, without one for evaluation."""
         self._end(restore=False)
         self.accelerator.setup(trainer)
         module, fits = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
@@ -162,14 +162,14 @@ class ShardStrategy(DDPStrategy):
             self._load(part, weights_only=True)
 
     def on_exception(self, exception: BaseException) -> None:
-        """The run ends with ``exception``, which nothing that follows may hide or delay."""
+        """Note that the run ends with ``exception``, so that teardown does not hide or delay it."""
         self._fails = True
 
     def teardown(self) -> None:
-        """The model is an ordinary one again, with whole weights, on the CPU.
+        """Turn the model into an ordinary one again, with whole weights, on the CPU.
 
-        After an exception an engine of several ranks stays open until the next run: the others may wait in a collective
-        of the model's own, and would not help to gather weights.
+        After an exception with several ranks, the engine stays open until the next run. The other ranks may wait in a
+        collective of the model's own, so they would not take part in gathering the weights.
         """
         self.model = self.lightning_module
         if self._fails and self.world_size > 1:
@@ -187,9 +187,9 @@ class ShardStrategy(DDPStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Models begin on the CPU, in the dtype they are written in: the engine moves, casts and shards them.
+        """Create models on the CPU in their own dtype: the engine moves, casts and shards them.
 
-        empty_init: on other ranks than 0 they are on the meta device; the engine takes rank 0's values.
+        empty_init: create them on the meta device on all ranks but rank 0; the engine takes rank 0's values.
         """
         with torch.device("meta") if empty_init and self.global_rank else nullcontext():
             yield
@@ -197,7 +197,7 @@ class ShardStrategy(DDPStrategy):
     # A step
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Backward of a loss that Lightning has divided; its hooks come before and after."""
+        """Run the backward of a loss that Lightning has divided, with its hooks before and after."""
         trainer, self._has_loss = self.lightning_module.trainer, True
         self.engine.set_gradient_accumulation_boundary(not trainer.fit_loop._should_accumulate())
         loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
@@ -209,14 +209,18 @@ class ShardStrategy(DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Nothing: each micro-batch's gradients are added up where the stage has them. Lightning would call the
-        engine's ``no_sync``, as it does of all that has one, and whole gradients would rest on every rank."""
+        """Do nothing: the gradients of each micro-batch are reduced and accumulated in the form of the stage.
+
+        Lightning's own version calls the model's ``no_sync``. With the engine's, whole gradients would stay on every
+        rank.
+        """
         yield
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Lightning's: ``closure``, clipping, the engine's step, also of a window whose last batch gave no loss.
+        """Run Lightning's step: ``closure``, clipping, the engine's step.
 
-        Of a window in which no batch gave one there is nothing to step.
+        The step is taken even if the last batch of the accumulation window gave no loss, but not if no batch of the
+        window gave one.
         """
         self.engine.set_gradient_accumulation_boundary(True)
         loss = closure()
@@ -228,7 +232,7 @@ class ShardStrategy(DDPStrategy):
     # Checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Whole weights on rank 0, {} elsewhere, or where the engine's part alone has them; collective."""
+        """Return the whole weights on rank 0, {} on other ranks; {} on all if ``full_weights`` is False. Collective."""
         if self._engine is None:
             return dict(super().lightning_module_state_dict())
         try:
@@ -241,14 +245,14 @@ class ShardStrategy(DDPStrategy):
             ) from error
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Nothing: it is in the engine's part."""
+        """Return {}: the optimizer's state is in the engine's part of the checkpoint."""
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write Lightning's file and, unless it holds weights alone, the engine's part; collective.
+        """Write Lightning's file and, unless only weights are saved in it, the engine's part. Collective.
 
-        In the middle of an accumulation window both are of the last completed step. UsageError for a path on another
-        machine.
+        In the middle of an accumulation window both hold the state after the last completed step. UsageError for a
+        remote path (a URL).
         """
         path = _local(self.broadcast(filepath))
         resumes = bool(checkpoint.pop("optimizer_states", None))
@@ -268,7 +272,7 @@ class ShardStrategy(DDPStrategy):
             _remove_others(_beside(path), tag)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Lightning's file, with what it says of the engine's part. UsageError for the folder beside it."""
+        """Load Lightning's file, and note the place of the engine's part. UsageError for the folder beside the file."""
         path = self.broadcast(checkpoint_path)
         for folder in (Path(path), Path(path).parent) if os.path.isdir(path) else ():
             if folder.name.endswith(_SUFFIX):
@@ -281,11 +285,15 @@ class ShardStrategy(DDPStrategy):
         if said is not None:
             if said["tag"] is not None:
                 self._beside = _beside(Path(os.path.realpath(path))) / said["tag"]
-            checkpoint["optimizer_states"] = []  # Lightning asks whether they are there
+            checkpoint["optimizer_states"] = []  # Lightning checks that the key exists
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Weights for the engine that is made next, of which only rank 0's count, or for the open one; collective."""
+        """Load weights into the open engine, or, before it is created, into the model. Collective.
+
+        Without an engine only rank 0's values count. If only the engine's part has the weights, the next engine loads
+        them.
+        """
         here = self.global_rank == 0 or not any(each.is_meta for each in self.lightning_module.parameters())
         if self._beside is not None and not checkpoint[_KEY]["full_weights"]:
             if self._engine is None:
@@ -299,10 +307,10 @@ class ShardStrategy(DDPStrategy):
             super().load_model_state_dict(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """The engine goes on from its part of the checkpoint, at any stage and number of ranks; collective.
+        """Load the engine's part of the checkpoint, at any stage and number of ranks. Collective.
 
-        One of another strategy (DDP) has torch's own dict, which is taken over. CheckpointError where the part is
-        missing or damaged, UsageError for what does not fit.
+        A checkpoint of another strategy (DDP) has torch's own dict, which is loaded instead. CheckpointError if the
+        engine's part is missing or damaged, UsageError if it does not fit.
         """
         if self._beside is None:
             if _KEY in checkpoint:
@@ -315,7 +323,7 @@ class ShardStrategy(DDPStrategy):
         self._load(self._beside)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Both parts."""
+        """Remove both parts of a checkpoint."""
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
             shutil.rmtree(_beside(Path(filepath)), ignore_errors=True)
@@ -337,7 +345,7 @@ class ShardStrategy(DDPStrategy):
 
 
 def _tree(config: Any, stage: int | None) -> dict[str, Any]:
-    """``config`` as plain JSON values with ``stage`` in them, checked. ConfigError, UsageError."""
+    """Return ``config`` as plain JSON values including ``stage``, checked. Raises ConfigError, UsageError."""
     if isinstance(config, (str, Path)):
         tree = read_tree(Path(config))
     elif isinstance(config, Config):
@@ -360,7 +368,7 @@ def _tree(config: Any, stage: int | None) -> dict[str, Any]:
 
 
 def _with_what_the_trainer_knows(tree: dict[str, Any], trainer: Any, precision: str) -> dict[str, Any]:
-    """The config of an engine for ``trainer``; UsageError where the two disagree."""
+    """Return the config of an engine for ``trainer``; UsageError if config and Trainer disagree."""
     tree = dict(tree)
     steps = trainer.accumulate_grad_batches
     if tree.setdefault("gradient_accumulation_steps", steps) != steps:
@@ -396,7 +404,10 @@ def _refuse_what_cannot_be(trainer: Any, module: Any) -> None:
 
 
 def _only(optimizers: list[Any], schedulers: list[Any], tree: dict[str, Any]) -> Any:
-    """The optimizer that ``configure_optimizers`` returned; None where it is the config's. UsageError for several."""
+    """Return the optimizer of ``configure_optimizers``; None if the config's is used. UsageError if there are several.
+
+    UsageError also if neither has an optimizer, or both have a scheduler.
+    """
     if len(optimizers) != 1:
         raise UsageError(
             f"configure_optimizers: expected one optimizer, with several groups where that is wanted, got "
@@ -418,12 +429,12 @@ def _local(path: Any) -> Path:
 
 
 def _beside(path: Path) -> Path:
-    """The folder of the engine's part."""
+    """Return the folder of the engine's part."""
     return path.with_name(path.name + _SUFFIX)
 
 
 def _remove_others(folder: Path, tag: str | None) -> None:
-    """The engine's checkpoints of an earlier file of the same name."""
+    """Remove the engine's checkpoints that belong to an earlier file of the same name."""
     if tag is None:
         shutil.rmtree(folder)
         return

@@ -1,9 +1,9 @@
-"""Loading a pretrained model of transformers on rank 0 alone, for what plain ``from_pretrained`` copies on every rank.
+"""Load a pretrained model of transformers on rank 0 alone, if ``from_pretrained`` would make a copy on every rank.
 
-In the files' own dtype, which is transformers' default, ``from_pretrained`` maps the files into memory, of which the
-ranks of a machine share the pages: a rank has a few MiB of its own, and nothing here is needed. A cast (``dtype=``),
-weights that are joined or quantised while they are loaded, and files that are no safetensors are copies of each rank.
-``initialize`` and ``prepare`` take rank 0's values, so that the others need none.
+In the dtype of the files, which is transformers' default, ``from_pretrained`` maps the files into memory, and the ranks
+of a machine share these pages. A rank then needs only a few MiB of its own, and this module is not needed. But each
+rank has its own copy after a cast (``dtype=``), if weights are merged or quantized while they are loaded, and if the
+files are no safetensors. ``initialize`` and ``prepare`` take rank 0's values, so the other ranks need none.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from shardengine.errors import UsageError
 
 
 def load_pretrained(model_class: Any, *args: Any, **kwargs: Any) -> Any:
-    """``model_class.from_pretrained(*args, **kwargs)`` on rank 0; on the others the same model on the meta device.
+    """Return ``model_class.from_pretrained(*args, **kwargs)`` on rank 0, the same model on the meta device elsewhere.
 
-    model_class: a model or an Auto class of transformers. The rank is that of the process group, or of the launcher.
-    Until an engine holds it, the model cannot be run or moved on ranks other than 0. UsageError for ``device_map``.
+    model_class: a model or Auto class of transformers. The rank is that of the process group; without a process group,
+    the launcher's RANK. Until an engine holds the model, it cannot be run or moved on ranks other than 0. UsageError
+    for ``device_map``.
     """
     given = kwargs.pop("device_map", None)
     if given is not None:

@@ -1,16 +1,16 @@
 """ShardTrainer: transformers' Trainer over our engine; ShardTrainerMixin makes one of any class derived from Trainer.
 
-Owns: what Trainer's arguments mean for an engine, saving and resuming, the log of a plan. Must not know: the engine
-behind its public surface.
+Owns: the translation of Trainer's arguments to an engine, saving and resuming, the log of a plan. Must not know: engine
+internals.
 
-[Note: One engine] The engine that the first ``train()`` makes stays for evaluation and for the next ``train()``, with
-the optimizer's states, as Trainer keeps a DDP model. Trainer evaluates the model itself, whose weights gather where it
-runs.
+[Note: One engine] The engine that the first ``train()`` creates is kept for evaluation and for the next ``train()``,
+with the optimizer's states, as Trainer keeps a DDP model. Trainer evaluates the model itself, whose weights are
+gathered when it runs.
 
-[Note: Checkpoints] Beside Trainer's files, in its ``checkpoint-<N>``, lies one of the engine's, as the stand-in for
-DeepSpeed writes it (compat/deepspeed). Trainer loads weights before it prepares the model; where the engine's
-checkpoint is there, they come with it, afterwards. One without it gives weights, and that of a run under DDP the
-optimizer's states, too.
+[Note: Checkpoints] Trainer's ``checkpoint-<N>`` also holds a checkpoint of the engine, in the form that the stand-in
+for DeepSpeed writes (compat/deepspeed). Trainer loads weights before it prepares the model. If there is a checkpoint of
+the engine, the weights are loaded with it instead, afterwards. A folder without one gives weights; if a run under DDP
+wrote it, also the optimizer's states.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ from shardengine.planner import (
 
 _log = logging.getLogger(__name__)
 _MANY = 10**9
-"""Steps with which a schedule is looked at before their number is known."""
+"""A number of steps to check a schedule with, before the real number is known."""
 _WITHOUT = "without this file training goes on with the weights and a new optimizer"
 
 
 class ShardTrainerMixin:
-    """For a class derived from Trainer, written before it: ``class ShardSFT(ShardTrainerMixin, SFTTrainer)``.
+    """A mixin for a class derived from Trainer, written before it: ``class ShardSFT(ShardTrainerMixin, SFTTrainer)``.
 
     engine_config: the engine's config, a dict or the path of a JSON file, as an argument or as an attribute of the
-    class. What it leaves out, or where it says "auto", TrainingArguments say: batch sizes, clipping, precision, the
-    optimizer and its schedule. ``bf16=True`` is autocast, as without an engine; with ``"bf16": {"enabled": "auto"}`` in
-    the config it is weights in bf16 and master weights in fp32.
+    class. TrainingArguments give the settings that are missing or "auto" in it: batch sizes, clipping, precision, the
+    optimizer and its schedule. ``bf16=True`` means autocast, as without an engine; with ``"bf16": {"enabled": "auto"}``
+    in the config it means weights in bf16 and master weights in fp32.
     """
 
     engine_config: Mapping[str, Any] | str | Path | None = None
@@ -89,8 +89,11 @@ class ShardTrainerMixin:
     _first_step: int | None = None
 
     def __init__(self, *args: Any, engine_config: Mapping[str, Any] | str | Path | None = None, **kwargs: Any) -> None:
-        """Arguments of the class beside. ConfigError with every problem of the config, UsageError for arguments that an
-        engine cannot serve; both on every rank."""
+        """Other arguments are passed to the Trainer class.
+
+        ConfigError with every problem of the config; UsageError for arguments that an engine does not support. Both are
+        raised on every rank.
+        """
         if engine_config is not None:
             self.engine_config = engine_config
         super().__init__(*args, **kwargs)
@@ -98,7 +101,7 @@ class ShardTrainerMixin:
     # Making
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Trainer's own accelerator becomes one of ours."""
+        """Turn Trainer's own accelerator into a ShardAccelerator."""
         _check(self.args)
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         tree = written(self.engine_config)
@@ -113,22 +116,25 @@ class ShardTrainerMixin:
 
     @property
     def engine(self) -> Engine | None:
-        """What holds the model; None before the first ``train()``."""
+        """The engine that holds the model; None before the first ``train()``."""
         wrapped = vars(self).get("model_wrapped")
         return wrapped if isinstance(wrapped, Engine) and wrapped.is_open else None
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Nothing: ``prepare`` moves what a rank keeps."""
+        """Do nothing: ``prepare`` moves a rank's shards to the device."""
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """Trainer's; where the config has one and none was given, that one over Trainer's parameter groups."""
+        """Create Trainer's optimizer, or the config's if it has one and the user passed none.
+
+        The config's optimizer steps Trainer's parameter groups.
+        """
         chosen = self.accelerator.engine_config.get("optimizer")
         ours: tuple[type[ConfigOptimizer], dict[str, Any]] = (ConfigOptimizer, {})
         if chosen is None or self.optimizer_cls_and_kwargs not in (None, ours):
             return super().create_optimizer(model)  # type: ignore[misc]
         self.optimizer_cls_and_kwargs = ours
         decay, args = (chosen.get("params") or {}).get("weight_decay", "auto"), self.args
-        if decay != "auto":  # Trainer writes that of its arguments into the groups, where it would count
+        if decay != "auto":  # Trainer writes the weight decay of its arguments into the groups, where it takes precedence
             self.args = copy.copy(args)
             vars(self.args)["weight_decay"] = decay
         try:
@@ -137,7 +143,7 @@ class ShardTrainerMixin:
             self.args = args
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Trainer's; where the config has one and none was given, that one."""
+        """Create Trainer's scheduler, or the config's if it has one and the user passed none."""
         if self._schedule is None or self.lr_scheduler is not None:
             return super().create_scheduler(num_training_steps, optimizer)  # type: ignore[misc]
         schedule = self._read_schedule(num_training_steps).scheduler
@@ -147,7 +153,7 @@ class ShardTrainerMixin:
         return self.lr_scheduler
 
     def _read_schedule(self, steps: int) -> Config:
-        """The config's schedule, over ``steps`` optimizer steps where it says "auto"."""
+        """Return the config's schedule; settings that are "auto" are filled in for ``steps`` optimizer steps."""
         auto = _auto(self.args) | {"scheduler.params.total_num_steps": steps}
         auto["scheduler.params.warmup_num_steps"] = self.args.get_warmup_steps(steps)
         read = load_config({"train_batch_size": 1, "scheduler": self._schedule}, auto)
@@ -164,13 +170,13 @@ class ShardTrainerMixin:
         return super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
 
     def _clip_grad_norm(self, model: Any) -> Any:
-        """The engine clips, to what the config or ``max_grad_norm`` says."""
+        """Return the gradient norm; the engine itself clips, to the limit of the config or ``max_grad_norm``."""
         return self.accelerator.clip_grad_norm_(model.parameters(), float("inf"))
 
     # Planning
 
     def _log_plan(self, model: nn.Module | None, config: Config, optimizer: torch.optim.Optimizer | None) -> None:
-        """Log, on rank 0 and where anybody hears it, what the coming training needs of memory."""
+        """Plan and log the memory that training needs; only on rank 0, and if INFO is logged."""
         self._planned, self._taken, self._first_step = None, None, None
         if not self.accelerator.is_main_process or not _log.isEnabledFor(logging.INFO):
             return
@@ -188,7 +194,7 @@ class ShardTrainerMixin:
         return self.label_smoother is not None or self.compute_loss_func is not None
 
     def _first_rows(self) -> dict[str, Any]:
-        """A micro-batch, without the loader, whose order would be another afterwards."""
+        """Return a micro-batch made without the data loader, because that would change the loader's order."""
         if isinstance(self.train_dataset, torch.utils.data.IterableDataset):
             raise UsageError("the training data has no rows by number: expected some")
         count = min(self._train_batch_size, len(self.train_dataset))
@@ -196,7 +202,7 @@ class ShardTrainerMixin:
         return {**self._get_collator_with_removed_columns(self.data_collator, description="training")(rows)}
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Trainer's; where memory was planned, one step's forward and backward are counted on a CPU."""
+        """Run Trainer's step; on a CPU with a memory plan, measure the memory of one settled step."""
         engine, step = self.engine, self.state.global_step
         if engine is None or not isinstance(self._planned, Plan) or engine.device.type != "cpu":
             return super().training_step(*args, **kwargs)  # type: ignore[misc]
@@ -211,7 +217,7 @@ class ShardTrainerMixin:
         return loss
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Trainer's; where memory was planned, what was measured is logged beside it."""
+        """Run Trainer's ``train``; with a memory plan, log the measured memory beside it."""
         found = super().train(*args, **kwargs)  # type: ignore[misc]
         if self.engine is not None and isinstance(self._planned, Plan):
             compared = compare(self._planned, taken_by(self.engine, self._taken))
@@ -227,7 +233,10 @@ class ShardTrainerMixin:
         return bool(getattr(self.model, "peft_config", None))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Trainer's, with whole weights; of a model with adapters what is trained, or saved by peft. Collective."""
+        """Save the model like Trainer, with whole weights. Collective.
+
+        Of a model with adapters, only the weights that are trained or that peft saves.
+        """
         engine = self.engine
         if engine is None:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
@@ -283,7 +292,7 @@ class ShardTrainerMixin:
 
 
 class ShardTrainer(ShardTrainerMixin, Trainer):
-    """transformers' Trainer, whose model is sharded as ``engine_config`` says; see ShardTrainerMixin."""
+    """transformers' Trainer with a model that is sharded according to ``engine_config``; see ShardTrainerMixin."""
 
 
 def _is_ours(checkpoint: str) -> bool:
@@ -291,7 +300,7 @@ def _is_ours(checkpoint: str) -> bool:
 
 
 def _take_over(engine: Engine, file: Path) -> None:
-    """Go on with the states that a torch optimizer over the same groups has saved, as Trainer does under DDP."""
+    """Load the states that a torch optimizer over the same groups has saved, as Trainer does under DDP."""
     assert engine.optimizer is not None
     saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)  # read on rank 0 alone
     try:
@@ -301,7 +310,7 @@ def _take_over(engine: Engine, file: Path) -> None:
 
 
 def _check(args: TrainingArguments) -> None:
-    """UsageError for arguments that an engine cannot serve."""
+    """Raise UsageError for arguments that an engine does not support."""
     for name in ("deepspeed", "fsdp"):
         if getattr(args, name, None):
             raise UsageError(f"ShardTrainer: {name} is another engine; expected TrainingArguments without it")
@@ -318,7 +327,7 @@ def _check(args: TrainingArguments) -> None:
 
 
 def _auto(args: TrainingArguments) -> dict[str, Any]:
-    """What counts where the config says "auto"."""
+    """Return the values of settings that are "auto" in the config, by dotted name."""
     return {
         "train_micro_batch_size_per_gpu": args.per_device_train_batch_size,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,

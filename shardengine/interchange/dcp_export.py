@@ -83,7 +83,7 @@ def _optimizer(stored: Stored, late: dict[str, Callable[[], Tensor]]) -> dict[st
     saved = stored.index["optimizer"]
     kind = saved["kind"]
     made_by = _CLASSES.get(kind) or getattr(torch.optim, kind.removeprefix("torch.optim."), None)
-    defaults: dict[str, Any] = {}  # none for a user's class, or Muon with a second optimizer
+    defaults: dict[str, Any] = {}  # of a user's class, or Muon with another one, all options are saved
     if isinstance(made_by, type) and issubclass(made_by, torch.optim.Optimizer):
         own: Any = made_by
         defaults = own([torch.nn.Parameter(torch.empty(0, 0))], lr=0.0).defaults
@@ -113,7 +113,7 @@ def _optimizer(stored: Stored, late: dict[str, Callable[[], Tensor]]) -> dict[st
 
 
 class _LatePlanner(DefaultSavePlanner):
-    """Torch's planner for meta tensors ([Note: Resolved late]). late: flattened key → function that reads the tensor."""
+    """Torch's planner for meta tensors ([Note: Resolved late]). late: flattened key → a function that reads it."""
 
     def __init__(self, late: dict[str, Callable[[], Tensor]]) -> None:
         super().__init__()

@@ -1,12 +1,12 @@
-"""Reads checkpoints of DeepSpeed: ZeRO stages 0 to 3, fp32, bf16 and fp16, of any number of ranks.
+"""Read checkpoints of DeepSpeed: ZeRO stages 0 to 3, fp32, bf16 and fp16, of any number of ranks.
 
-Owns: which file is what, which of the model's tensors is what. Must not know: how shards lie in the files of optimizer
-states (``shards``), what an optimizer without names steps (``unsharded``).
+Owns: the roles of files and of the model's tensors. Must not know: the layout of shards in the files of optimizer
+states (``shards``), the parameters of an optimizer without names (``unsharded``).
 
 A checkpoint is a directory named by its tag, beside a file ``latest``:
     mp_rank_00_model_states.pt                        stages 0 to 2: the model, and at stage 0 the optimizer
     zero_pp_rank_R_mp_rank_00_model_states.pt         stage 3: names and dtypes, shards of frozen parameters
-    [bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt  stages 1 to 3: rank R's part of master weights and states
+    [bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt  stages 1 to 3: rank R's shard of master weights and states
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from shardengine.sharding import WEIGHT
 _FILE = re.compile(r"(?:(?:bf16_|fp16_)?zero_pp_rank_(\d+)_)?mp_rank_(\d+)_(model|optim)_states\.pt")
 _OTHER_FILE = re.compile(r"(layer_|expp_rank_|expert_).*_states\.pt")
 _UNEXPECTED = (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError)
-"""What comes of values that are of another type than those that DeepSpeed writes."""
+"""Exceptions that values of unexpected types cause."""
 _KNOWN = frozenset(
     "module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments lr_scheduler "
     "data_sampler random_ltd skipped_steps global_steps global_samples dp_world_size mp_world_size ds_config "
@@ -51,16 +51,16 @@ _KNOWN = frozenset(
 
 
 def recognises(directory: Path) -> bool:
-    """Whether ``directory`` looks like a checkpoint of DeepSpeed, or a directory of them."""
+    """Return whether ``directory`` looks like a checkpoint of DeepSpeed, or a directory of them."""
     places = [directory, *(path for path in directory.iterdir() if path.is_dir())] if directory.is_dir() else []
     return any(next(place.glob("*_model_states.pt"), None) is not None for place in places)
 
 
 def read(directory: str | Path, tag: str | None = None) -> Foreign:
-    """What the checkpoint ``tag`` of ``directory`` holds (default: what ``latest`` names; or ``directory`` itself).
+    """Return the contents of checkpoint ``tag`` of ``directory`` (default: ``directory`` itself, or its ``latest``).
 
-    Its pickles are read without running anything (``unpickling``). Tensors are mapped, and read when asked for.
-    ``CheckpointError``: something is missing or damaged. ``UsageError``: it is of a kind that cannot be imported.
+    Its pickles run no code (``unpickling``). Tensors are memory-mapped and read on demand. ``CheckpointError``: a file
+    is missing or damaged. ``UsageError``: this kind of checkpoint cannot be imported.
     """
     place = _place(Path(directory), tag)
     try:
@@ -89,14 +89,14 @@ def _read(files: _Files) -> Foreign:
 
 @dataclass(frozen=True)
 class _Files:
-    """models: one, or one per rank at stage 3 · optimizers: one per rank, none at stage 0."""
+    """Files of a checkpoint. models: one, or one per rank at stage 3 · optimizers: one per rank, none at stage 0."""
 
     models: list[Path]
     optimizers: list[Path]
 
     @staticmethod
     def find(place: Path) -> _Files:
-        """The files of ``place`` in order of ranks."""
+        """Return the files of ``place`` in the order of ranks."""
         found: dict[str, dict[int, Path]] = {"model": {}, "optim": {}}
         for path in sorted(place.glob("*_states.pt")):
             match = _FILE.fullmatch(path.name)
@@ -117,7 +117,7 @@ class _Files:
 
 
 def _of_rank(rank: int, path: Path) -> Path:
-    """The file of ``rank`` that corresponds to that of another rank."""
+    """Return the path of the file of ``rank`` that corresponds to ``path``, the file of another rank."""
     return path.with_name(re.sub(r"zero_pp_rank_\d+_", f"zero_pp_rank_{rank}_", path.name))
 
 
@@ -150,10 +150,10 @@ def _refuse_other_forms(files: _Files, model: Mapping[str, Any]) -> None:
 
 
 def _level(parts: list[Part]) -> int:
-    """DeepSpeed's number for the form of the files: 0 to 3."""
+    """Return the ZeRO stage of the files: 0 to 3."""
     if not parts:
         return 0
-    level = parts[0].content.get("zero_stage", 1)  # DeepSpeed's BF16_Optimizer, which is stage 1, does not say
+    level = parts[0].content.get("zero_stage", 1)  # DeepSpeed's BF16_Optimizer (stage 1) omits it
     if isinstance(level, Inert):
         level = level.args[0] if level.args else None
     if level not in (1, 2, 3) or any("ds_zero_partition_groups" in part.content for part in parts):
@@ -184,7 +184,7 @@ def _require_all_ranks(files: _Files, model: Mapping[str, Any], parts: list[Part
 
 
 class _Reader:
-    """Puts a ``Foreign`` together."""
+    """Assembles a ``Foreign`` from the files."""
 
     def __init__(self, files: _Files, models: list[Mapping[str, Any]], parts: list[Part], level: int) -> None:
         self._path, self._models, self._parts, self._level = files.models[0], models, parts, level
@@ -200,7 +200,7 @@ class _Reader:
         self._frozen_shapes = {} if frozen is None else _shapes([frozen], self._path)[0]
 
     def foreign(self) -> Foreign:
-        """The whole."""
+        """Return the contents of the checkpoint."""
         rows, groups = self._optimizer()
         self._require_weights([*rows, *self._frozen_shapes])
         config = self._model.get("ds_config")
@@ -231,7 +231,10 @@ class _Reader:
         return whole_number(need(self._model, key, int, self._path), f"{self._path}: {key!r}")
 
     def _require_weights(self, names: list[str]) -> None:
-        """Whatever has a master weight, or a shape, is in the model; else it would be lost without a word."""
+        """Raise CheckpointError unless the model has all ``names``; a missing one would be lost silently.
+
+        names: parameters with master weights, or with shapes of frozen parameters.
+        """
         lost = [name for name in names if name not in self._weights]
         if lost:
             more = f" and {len(lost) - 8} more" if len(lost) > 8 else ""
@@ -241,7 +244,7 @@ class _Reader:
             )
 
     def _tied(self) -> dict[str, tuple[str, ...]]:
-        """First name of each parameter → all its names."""
+        """Return the first name of each parameter → all its names."""
         shared = self._model.get("shared_params") or {}
         firsts: dict[Any, str] = {}
         names: dict[str, list[str]] = {}
@@ -255,7 +258,7 @@ class _Reader:
         return {first: tuple(all_names) for first, all_names in names.items()}
 
     def _optimizer(self) -> tuple[dict[str, Row], list[dict[str, Any]]]:
-        """Rows by name, and the options of the groups."""
+        """Return the rows of the optimizer by parameter name, and the options of its groups."""
         skipped = self._model.get("skipped_steps", 0)
         steps = self._count("global_steps") - (skipped if isinstance(skipped, int) else 0)
         if self._parts:
@@ -293,7 +296,10 @@ class _Reader:
         )
 
     def _checked(self, name: str, row: Row) -> Callable[[str], Tensor]:
-        """``row.read``, but for master weights that do not round to the model's: then files do not belong together."""
+        """Return ``row.read``, with a check that the master weight rounds to the model's weight.
+
+        If it does not, the files are from different saves, and the reader raises CheckpointError.
+        """
         low = self._weights[name]
 
         def read(state: str) -> Tensor:
@@ -308,7 +314,7 @@ class _Reader:
         return read
 
     def _frozen(self, names: tuple[str, ...]) -> tuple[tuple[int, ...], Callable[[str], Tensor]]:
-        """Shape and reader of a parameter that the optimizer does not step."""
+        """Return shape and reader of a parameter that the optimizer does not step."""
         low = self._weights[names[0]]
         if self._level != 3:
             return tuple(low.shape), lambda state: low.clone()
@@ -322,7 +328,7 @@ class _Reader:
         return shapes[name], lambda state: whole_of_shards(shards, shapes[name])
 
     def _micro_batches(self, steps: int, samples: int) -> int:
-        """Gradient accumulation, from the config or from what it implies."""
+        """Return the gradient accumulation steps from the config, or computed from samples, steps and batch size."""
         config = self._model.get("ds_config")
         config = config if isinstance(config, Mapping) else {}
         told, size = config.get("gradient_accumulation_steps"), config.get("train_micro_batch_size_per_gpu")
@@ -364,7 +370,7 @@ class _Reader:
 
 
 def _is_json(value: Any) -> bool:
-    """Whether ``value`` comes back the same from JSON, but for tuples, which become lists."""
+    """Return whether ``value`` comes back the same from JSON, except that tuples become lists."""
     if isinstance(value, dict):
         return all(isinstance(key, str) and _is_json(each) for key, each in value.items())
     if isinstance(value, list | tuple):
@@ -373,7 +379,7 @@ def _is_json(value: Any) -> bool:
 
 
 def _shapes(groups: list[Any], path: Path) -> Shapes:
-    """Names and shapes of parameters, each checked."""
+    """Return the names and shapes of parameters per group, each checked."""
     found: Shapes = []
     for group in groups:
         if not isinstance(group, Mapping):

@@ -1,11 +1,11 @@
-"""What DeepSpeed's files of optimizer states hold of each parameter, and where.
+"""Locate the elements of each parameter in DeepSpeed's files of optimizer states.
 
-Owns: the rules of stages 1 and 2 (a group is one flat vector, cut over the ranks) and of stage 3 (each parameter is cut
-over the ranks, the shards of a sub-group follow each other). Must not know: files of models, names of optimizers.
+Owns: the layout of stages 1 and 2 (a group is one flat vector, cut over the ranks) and of stage 3 (each parameter is
+cut over the ranks, the shards of a sub-group follow each other). Must not know: model files, names of optimizers.
 
-Stages 1 and 2: parameters of a group one after the other, each followed by its alignment padding (newer versions), then
-padding to a multiple of twice the rank count; rank r has the r-th of equal parts. Master weights are saved without the
-padding at the end, states with it: as it is at the end, putting the ranks' parts together gives the same offsets.
+Stages 1 and 2: the parameters of a group follow each other, each with its alignment padding (newer versions). Then the
+vector is padded to a multiple of twice the rank count and cut into equal parts, one per rank. Master weights are saved
+without the padding at the end, states with it. Concatenating the ranks' parts gives the same offsets for both.
 
 Stage 3: a parameter of n elements has ceil(n / ranks) on each rank, padded at the end of the last ones.
 """
@@ -42,19 +42,19 @@ class Row:
 
 @dataclass(frozen=True)
 class Part:
-    """One rank's file: its path, and what it says under "optimizer_state_dict"."""
+    """One rank's file: its path, and its contents under "optimizer_state_dict"."""
 
     path: Path
     content: Mapping[str, Any]
 
     def get(self, key: str, kind: type | tuple[type, ...]) -> Any:
-        """The value of ``key``; ``CheckpointError`` unless it is there and of that type."""
+        """Return the value of ``key``; raise ``CheckpointError`` unless it is there and of type ``kind``."""
         return need(self.content, key, kind, self.path)
 
 
 @dataclass(frozen=True)
 class _Segment:
-    """A flat vector of the optimizer: which group it is of, and per state the ranks' parts."""
+    """A flat vector of the optimizer: its group, its steps, and per state the parts of all ranks."""
 
     group: int
     steps: int
@@ -62,7 +62,7 @@ class _Segment:
 
 
 def need(source: Any, key: str, kind: type | tuple[type, ...], path: Path) -> Any:
-    """``source[key]``; ``CheckpointError`` with the file unless it is there and of type ``kind``."""
+    """Return ``source[key]``; raise ``CheckpointError`` with the path unless it is there and of type ``kind``."""
     value = source.get(key) if isinstance(source, Mapping) else None
     if value is None:
         raise CheckpointError(f"{path}: {key!r} is missing")
@@ -73,7 +73,7 @@ def need(source: Any, key: str, kind: type | tuple[type, ...], path: Path) -> An
 
 
 def base_state(part: Part) -> Mapping[str, Any]:
-    """The state dict of the optimizer proper: "state" and "param_groups"."""
+    """Return the state dict of the base optimizer: "state" and "param_groups"."""
     for key in ("base_optimizer_state", "optimizer_state_dict"):
         if isinstance(part.content.get(key), list):
             raise UsageError(
@@ -89,7 +89,7 @@ def base_state(part: Part) -> Mapping[str, Any]:
 
 
 def rows_by_group(parts: list[Part], shapes: Shapes, default_steps: int) -> dict[str, Row]:
-    """Stages 1 and 2: parameter name → what the ranks' files hold of it."""
+    """Return parameter name → its row in the ranks' files, for stages 1 and 2."""
     segments = _segments(parts, "single_partition_of_fp32_groups", len(shapes), default_steps)
     paddings = parts[0].content.get("param_alignment_paddings") or [[0] * len(group) for group in shapes]
     rows = {}
@@ -111,7 +111,7 @@ def rows_by_group(parts: list[Part], shapes: Shapes, default_steps: int) -> dict
 
 
 def rows_by_parameter(parts: list[Part], shapes: Shapes, default_steps: int) -> dict[str, Row]:
-    """Stage 3: parameter name → what the ranks' files hold of it."""
+    """Return parameter name → its row in the ranks' files, for stage 3."""
     rows = {}
     ranks = len(parts)
     for segment, group in zip(_segments(parts, "fp32_flat_groups", len(shapes), default_steps), shapes, strict=True):
@@ -130,7 +130,7 @@ def rows_by_parameter(parts: list[Part], shapes: Shapes, default_steps: int) -> 
 
 
 def whole_of_shards(shards: list[Tensor], shape: tuple[int, ...]) -> Tensor:
-    """A parameter of stage 3 from every rank's shard."""
+    """Assemble a parameter of stage 3 from every rank's shard."""
     flat = torch.cat([shard.reshape(-1) for shard in shards])
     if not 0 <= flat.numel() - prod(shape) < max(len(shards), 1):
         raise CheckpointError(f"expected shards of {prod(shape)} elements, got {flat.numel()}")
@@ -162,7 +162,7 @@ def _segments(parts: list[Part], key: str, count: int, default_steps: int) -> li
 
 
 def steps_of(state: Mapping[str, Any], options: Mapping[str, Any], default: int, where: Path | str) -> int:
-    """Optimizer steps taken: in the parameter's state, in its group (DeepSpeed's FusedAdam), or ``default``."""
+    """Return the number of steps: from the parameter's state, its group (DeepSpeed's FusedAdam), or ``default``."""
     return whole_number(state.get("step", options.get("step", default)), f"{where}: 'step' of the optimizer")
 
 

@@ -1,9 +1,9 @@
 """A checkpoint of ours, opened without an engine. Owns: finding it from a path, reading its tensors, its damage.
 
-Must not know: engines, process groups, what the tensors are read for. Changes nothing on disk.
+Must not know: engines, process groups, the use of the tensors. Changes nothing on disk.
 
-Every byte that is given out was verified by its chunk's checksum. Memory: pieces of ``PIECE_BYTES``, or one tensor
-where the elements lie in another order than the shape's own (channels_last).
+All bytes that are returned were verified by the checksum of their chunk. Memory: pieces of ``PIECE_BYTES``, or one
+whole tensor if its elements are stored in another order than that of the shape (channels_last).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from shardengine.sharding import BUFFER, WEIGHT
 
 PIECE_BYTES = 8 << 20
 RUN, FOLDER, MODEL = "run.json", "checkpoints", "model"
-"""What the train command puts into its output directory."""
+"""Names in the output directory of the train command."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a path names: one ``checkpoint``, or a ``folder`` of them; ``run``: the output directory it belongs to."""
+    """The result of ``find``: one ``checkpoint`` or a ``folder`` of them; ``run``: the output directory it is in."""
 
     checkpoint: Path | None
     folder: Path | None
@@ -37,7 +37,7 @@ class Found:
 
 
 def find(path: Path) -> Found:
-    """What lies at ``path``: a checkpoint, a directory of them or the train command's output; UsageError if none is."""
+    """Find a checkpoint, a directory of them or the train command's output at ``path``; UsageError if there is none."""
     wanted = "expected a checkpoint of shardengine, a directory of them or the output directory of `shardengine train`"
     try:
         if not path.is_dir():
@@ -56,9 +56,9 @@ def find(path: Path) -> Found:
 
 
 def choose(found: Found) -> tuple[Path, str]:
-    """The checkpoint itself, or the one of the folder that ``latest`` names, else the newest.
+    """Return (path of the checkpoint, warning): the one found, or that of ``latest`` in the folder, else the newest.
 
-    And a sentence where ``latest`` names one that is not there; "" otherwise.
+    The warning is "" unless ``latest`` names a checkpoint that does not exist.
     """
     if found.checkpoint is not None:
         return found.checkpoint, ""
@@ -70,18 +70,21 @@ def choose(found: Found) -> tuple[Path, str]:
 
 
 def listed(folder: Path) -> list[str]:
-    """The checkpoints in ``folder``, the newest first; at the end those that have lost their index."""
+    """Return the checkpoints in ``folder``, the newest first; at the end those that have lost their index."""
     found = directory.present(folder)
     broken = sorted(path.parent.name for path in folder.glob(f"[!.]*/{index.file_of(0)}"))
     return [*found, *(tag for tag in broken if tag not in found)]
 
 
 class Stored:
-    """One checkpoint, open for reading; CheckpointError, with file and parameter, where something is damaged."""
+    """One checkpoint, open for reading. Damage raises CheckpointError with file and parameter."""
 
     def __init__(self, place: Path, *, averages: bool = False) -> None:
-        """Reads and checks the index. averages: what stands for the weights, where there are any; UsageError where
-        there are none at all."""
+        """Read and check the index.
+
+        averages: read the averages (EMA) instead of the weights, for parameters that have them; UsageError if no
+        parameter has any.
+        """
         self.place = place
         self.index: dict[str, Any] = index.read(place)
         self.model = model_of(self.index)
@@ -106,11 +109,11 @@ class Stored:
         self._reader.__exit__()
 
     def states(self, name: str) -> dict[str, torch.dtype]:
-        """What is stored of a parameter (first name) or buffer, in which dtype: "weight", "exp_avg", … or "buffer"."""
+        """Return state ("weight", "exp_avg", … or "buffer") → stored dtype, of a parameter (first name) or buffer."""
         return {state: DTYPES[row["dtype"]] for state, row in self.index["tensors"].get(name, {}).items()}
 
     def dtype(self, name: str, state: str) -> torch.dtype:
-        """In which dtype it is stored; weights that were trained with fp32 masters are fp32."""
+        """Return the dtype in the checkpoint; weights that were trained with fp32 master weights are fp32."""
         if (name, state) not in self._entries:
             if name in self.index.get("left_out", {}):
                 raise CheckpointError(
@@ -123,27 +126,27 @@ class Stored:
         return self._entries[name, state][0]
 
     def shape(self, name: str, state: str = WEIGHT) -> torch.Size:
-        """The shape of a parameter (first name) or buffer, or of what is stored of it."""
+        """Return the shape of a parameter (first name) or buffer, or of one of its states."""
         return torch.Size(self._shape_of_own(name, state) or self._rows[name]["shape"])
 
     def _shape_of_own(self, name: str, state: str) -> list[int] | None:
-        """That of what is kept of a parameter as a whole."""
+        """Return the shape of a state that is kept per whole parameter and has its own shape; None for other states."""
         found: list[int] | None = (self.index["optimizer"] or {}).get("whole", {}).get(name, {}).get(state)
         return found
 
     def pieces(self, name: str, state: str) -> Iterator[Tensor]:
-        """All elements in the order of the shape, as 1-D tensors; each is valid until anything else is read."""
+        """Yield all elements in the order of the shape, as 1-D tensors; each is valid until the next read."""
         if self._rows[name].get("order", []):
             yield self.whole(name, state).reshape(-1)
         else:
             yield from self._in_order_of_memory(name, state)
 
     def whole(self, name: str, state: str) -> Tensor:
-        """The tensor, contiguous."""
+        """Return the tensor, contiguous."""
         shape, order = self.shape(name, state), self._rows[name].get("order", [])
         if self._shape_of_own(name, state) is not None:
             order = []
-        self._runs(name, state)  # before memory is taken for a size that the index may have invented
+        self._runs(name, state)  # check that all elements exist before allocating the size that the index claims
         flat = torch.empty(math.prod(shape), dtype=self.dtype(name, state))
         at = 0
         for piece in self._in_order_of_memory(name, state):
@@ -169,7 +172,7 @@ class Stored:
                 yield values
 
     def _runs(self, name: str, state: str) -> list[index.Stored]:
-        """Stored intervals that hold every element once, in order."""
+        """Return stored intervals that hold every element once, in order; CheckpointError if elements are missing."""
         dtype, kept = self.dtype(name, state), self._entries.get((name, state), (None, []))[1]
         if state == BUFFER and self.index["own_buffers"]:
             kept = [piece for piece in kept if piece.file == index.file_of(0)]
@@ -198,7 +201,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Damaged:
-    """What is wrong with a file of a checkpoint, and what is in the part that is not whole."""
+    """The damage of one file of a checkpoint, as text, and the tensors in the damaged parts."""
 
     file: str
     what: str
@@ -206,7 +209,7 @@ class Damaged:
 
 
 def damages(place: Path, saved: dict[str, Any]) -> list[Damaged]:
-    """Everything that is damaged in the files of the checkpoint whose index is ``saved``; reads all of every file."""
+    """Return all damage in the files of the checkpoint with the index ``saved``; reads every file completely."""
     found = []
     with Reader(place, saved["files"], saved["chunk_bytes"]) as reader:
         for file in sorted(saved["files"]):
@@ -223,17 +226,17 @@ def damages(place: Path, saved: dict[str, Any]) -> list[Damaged]:
 
 
 def model_of(saved: dict[str, Any]) -> dict[str, Any]:
-    """What an index says of the model for other libraries (checkpoint.model_facts); nothing where that is no object."""
+    """Return the facts about the model in an index (checkpoint.model_facts); {} if they are not a valid object."""
     model = saved.get("model")
     return model if isinstance(model, dict) and isinstance(model.get("peft") or {}, dict) else {}
 
 
 def weight_of(stored: Stored, row: dict[str, Any]) -> tuple[str, str]:
-    """(first name, state) of a row of ``stored.parameters`` or ``stored.buffers``."""
+    """Return (first name, state) to read for a row of ``stored.parameters`` or ``stored.buffers``."""
     if "names" not in row:
         return row["name"], BUFFER
     name = row["names"][0]
-    stepped = stored.averages and stored.index["optimizer"]["steps"].get(name, 0) > 0  # before that it is the weight
+    stepped = stored.averages and stored.index["optimizer"]["steps"].get(name, 0) > 0  # else it equals the weight
     return name, AVERAGE if stepped and AVERAGE in stored.states(name) else WEIGHT
 
 
@@ -250,7 +253,7 @@ _KINDS = (
 
 
 def describe_directory(directory: Path) -> str:
-    """A phrase for what ``directory`` is; "" where nothing in it is known."""
+    """Return a phrase that describes ``directory``; "" if it holds no known files."""
     try:
         if not any(directory.iterdir()):
             return "an empty directory"

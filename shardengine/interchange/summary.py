@@ -1,6 +1,6 @@
-"""What is in a checkpoint, as plain values for people and programs. Owns: which facts, and how parameters are grouped.
+"""Summarize the contents of a checkpoint as plain values. Owns: the choice of facts, the grouping of parameters.
 
-Must not know: how it is printed. Everything is read from an index that was checked.
+Must not know: how they are printed. All facts come from an index that was checked.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from shardengine.interchange.stored import damages, model_of
 
 
 def examine(place: Path) -> dict[str, Any] | None:
-    """Everything about one checkpoint; "whole" and "damaged" are what its checksums say. Raises no CheckpointError.
+    """Return all facts about one checkpoint; "whole" and "damaged" follow from its checksums.
 
-    None where it was removed, or replaced, while it was read: a run goes on, and keeps the last few.
+    Raises no CheckpointError. None if the checkpoint was removed or replaced while it was read, as a run in progress
+    may do.
     """
     before = _identity(place)
     facts: dict[str, Any] = {"checkpoint": str(place), "whole": False, "damaged": [], "bytes": 0}
@@ -35,7 +36,7 @@ def examine(place: Path) -> dict[str, Any] | None:
 
 
 def _identity(place: Path) -> tuple[int, ...] | None:
-    """Which directory it is, and when something was last put into it or removed; None where there is none."""
+    """Return device, inode and modification time of the directory ``place``; None if there is none."""
     with suppress(OSError):
         found = place.stat()
         return found.st_dev, found.st_ino, found.st_mtime_ns
@@ -43,7 +44,7 @@ def _identity(place: Path) -> tuple[int, ...] | None:
 
 
 def _described(place: Path, sizes: dict[str, int]) -> dict[str, Any]:
-    """sizes: of all files that are there."""
+    """Return the facts in the index of ``place``, and its damage. sizes: of all files in the directory."""
     saved = index.read(place)
     found = [asdict(damage) for damage in damages(place, saved)]
     model = model_of(saved)
@@ -83,7 +84,7 @@ def _described(place: Path, sizes: dict[str, int]) -> dict[str, Any]:
 
 
 def _dtypes(saved: dict[str, Any]) -> dict[str, list[str]]:
-    """What is stored ("weight", "exp_avg", …, "buffer") → its dtypes, and "model": those of the parameters."""
+    """Return the dtypes of each state ("weight", "exp_avg", …, "buffer"), and as "model" those of the parameters."""
     kept: dict[str, set[str]] = {"model": {row["dtype"] for row in saved["parameters"]}}
     for kinds in saved["tensors"].values():
         for kind, row in kinds.items():
@@ -92,7 +93,7 @@ def _dtypes(saved: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def grouped(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Parameters or buffers that differ in numbers of their names alone, as one row: ``blocks.*.0.weight`` × 3."""
+    """Group parameters or buffers whose names differ only in a number into one row: ``blocks.*.0.weight`` × 3."""
     groups: dict[tuple[str, ...], dict[str, Any]] = {}
     for row in rows:
         names = row.get("names") or [row["name"]]

@@ -1,11 +1,11 @@
-"""Pickles that others wrote, read without running anything: an allow-list, inert stand-ins, refusal by name.
+"""Read pickles of other programs without running their code: an allow-list, inert stand-ins, rejection of other names.
 
-Owns: which globals may be named in a pickle. ``load_torch`` is torch's own reader of tensors with classes of DeepSpeed
-added as stand-ins; ``load_plain`` is Python's unpickler, where torch's does not apply, with stand-ins for everything
-but tuples of integers and dtypes. Must not know: what the files mean.
+Owns: the globals that a pickle may name. ``load_torch`` is torch's own reader of tensors, with stand-ins for classes of
+DeepSpeed. ``load_plain`` is Python's unpickler, for files that torch's cannot read, with stand-ins for everything but
+``torch.Size``, ``OrderedDict`` and dtypes. Must not know: the meaning of the files.
 
-A stand-in takes any arguments and any state, and does nothing with them. It is sealed: a pickle can set attributes of
-objects it names, and so could otherwise change a class (or a function's defaults) for the whole process.
+A stand-in takes any arguments and any state, and does nothing with them. Its class is sealed, because a pickle can set
+attributes of the objects that it names. It could otherwise change a class (or a function's defaults) for the process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BAD_PICKLE = (
     pickle.UnpicklingError, EOFError, RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError,
     AssertionError, OverflowError, MemoryError, ImportError, OSError,
 )  # fmt: skip
-"""What unpicklers and torch raise for a file that is cut off, damaged or made to be so."""
+"""Exceptions that unpicklers and torch raise for a file that is truncated, damaged or malicious."""
 
 DEEPSPEED = (
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
@@ -49,14 +49,14 @@ DCP = (
     *(f"{module}.{name}" for module in ("pathlib", "pathlib._local")
       for name in ("Path", "PosixPath", "PurePosixPath", "PureWindowsPath", "WindowsPath")),
 )  # fmt: skip
-"""Classes that torch.distributed.checkpoint writes into its ``.metadata``, and a function."""
+"""Classes, and one function, that torch.distributed.checkpoint writes into its ``.metadata``."""
 
 _VALUES: dict[str, Any] = {
     "torch.Size": torch.Size,
     "collections.OrderedDict": OrderedDict,
     **{str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)},
 }
-"""What a plain pickle may name and get as it is: types of C, which no attribute can be set on."""
+"""Globals that a plain pickle gets unchanged: C types and dtypes, whose attributes cannot be set."""
 
 
 class _Sealed(type):
@@ -65,7 +65,7 @@ class _Sealed(type):
 
 
 class Inert(metaclass=_Sealed):
-    """A stand-in for an instance of a class that is not loaded: the arguments and the state that the pickle gives."""
+    """A stand-in for an instance of a class that is not loaded; keeps its arguments and state from the pickle."""
 
     __slots__ = ("args", "state")
     stands_for = ""
@@ -73,7 +73,7 @@ class Inert(metaclass=_Sealed):
     state: Any
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Inert:
-        """Take anything."""
+        """Keep the arguments."""
         made = object.__new__(cls)
         made.args, made.state = args, None
         return made
@@ -82,25 +82,25 @@ class Inert(metaclass=_Sealed):
         """Do nothing."""
 
     def __setstate__(self, state: Any) -> None:
-        """Keep it."""
+        """Keep the state."""
         self.state = state
 
     def get(self, name: str, default: Any = None) -> Any:
-        """An attribute as the pickle has it."""
+        """Return an attribute from the state in the pickle."""
         return self.state.get(name, default) if isinstance(self.state, dict) else default
 
     def __hash__(self) -> int:
-        """Of what it holds, so that it can be a key, as the original may be."""
+        """Hash the contents, so that a stand-in can be a dict key like the original."""
         return hash((type(self), repr(self.args), repr(self.state)))
 
     def __eq__(self, other: object) -> bool:
-        """Whether both hold the same."""
+        """Return whether class, arguments and state are equal."""
         return isinstance(other, Inert) and (type(self), self.args, self.state) == (
             type(other), other.args, other.state)  # fmt: skip
 
 
 def stand_ins(names: Iterable[str]) -> dict[str, type[Inert]]:
-    """Full name → its stand-in."""
+    """Return full name → stand-in class."""
     return {name: _made(name) for name in names}
 
 
@@ -114,9 +114,9 @@ _PLAIN: dict[str, Any] = {**_VALUES, **stand_ins(DCP)}
 
 
 def load_torch(path: Path) -> Any:
-    """What ``torch.save`` wrote to ``path``: tensors mapped from the file (not in memory), DeepSpeed's classes inert.
+    """Load a file of ``torch.save``, with memory-mapped tensors and inert stand-ins for DeepSpeed's classes.
 
-    ``UsageError`` names any other class or function in it; ``CheckpointError``: it is missing or damaged.
+    ``UsageError``: the file names another class or function. ``CheckpointError``: it is missing or damaged.
     """
     require_file(path)
     if not zipfile.is_zipfile(path):
@@ -136,7 +136,7 @@ def load_torch(path: Path) -> Any:
 
 
 def load_plain(path: Path) -> Any:
-    """What ``pickle.dump`` wrote to ``path``, with stand-ins (``DCP``) for classes. Errors as ``load_torch``."""
+    """Load a file of ``pickle.dump``, with stand-ins (``DCP``) for classes. Errors as ``load_torch``."""
     require_file(path)
     with path.open("rb") as file:
         try:
@@ -148,13 +148,13 @@ def load_plain(path: Path) -> Any:
 
 
 def require_file(path: Path) -> None:
-    """``CheckpointError`` unless there is a file."""
+    """Raise ``CheckpointError`` unless ``path`` is a file."""
     if not path.is_file():
         raise CheckpointError(f"{path} is missing (or no file)")
 
 
 def refusal(path: Path | str, names: list[str]) -> UsageError:
-    """The error for a file that names what is not allowed."""
+    """Return the error for a file with names that are not allowed."""
     return UsageError(
         f"{path}: it names {', '.join(names)}, which no checkpoint needs that can be imported; nothing of it was run. "
         "Where your own training put such an object into the checkpoint, save it again without"
@@ -173,7 +173,7 @@ class _Plain(pickle.Unpickler):
         self._path = path
 
     def find_class(self, module: str, name: str) -> Any:
-        """What a pickle means by a name: one of the list, and nothing else."""
+        """Return the allowed object or stand-in of a global; UsageError for any other name."""
         full = f"{module}.{name}"
         if full not in _PLAIN:
             raise refusal(self._path, [full])

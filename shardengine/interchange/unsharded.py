@@ -1,10 +1,10 @@
-"""Stage 0 of DeepSpeed: an optimizer that is whole, and does not say which parameters it steps.
+"""Match an unsharded optimizer of DeepSpeed's stage 0, whose state has no parameter names, with the model's parameters.
 
-Owns: finding that out. An optimizer's state dict numbers its parameters; names are in it only where the optimizer was
-made from named parameters. Otherwise each group's parameters are taken to be in the order of the model, and its shapes
-(and, in half precision, its master weights, which round to the model's) say which ones, if there is exactly one way to
-assign them all. It is right if the optimizer was made in that order, as it is of ``model.parameters()``; what nothing
-but the order tells apart is noted. Must not know: files.
+Owns: that assignment. An optimizer's state dict numbers its parameters. It has names only if the optimizer was made
+from named parameters. Otherwise each group is assumed to follow the order of the model. Shapes (and, in half precision,
+master weights, which must round to the model's) then determine the assignment; it is used only if exactly one is
+possible. It is right if the optimizer was made in the model's order, as from ``model.parameters()``. Parameters that
+only the order distinguishes are noted. Must not know: files.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class _Group:
 
     @property
     def end(self) -> int:
-        """Where its last parameter ends: elements if flat, else parameters."""
+        """The end position of its last parameter, in elements if flat, else in parameters."""
         return self.masters[0].numel() if self.flat and self.masters else len(self.states)
 
     def after(self, position: int, weight: Tensor) -> int | None:
-        """The position behind ``weight`` if that can be the parameter at ``position``."""
+        """Return the position after ``weight`` if it can be the parameter at ``position``, else None."""
         if position >= self.end:
             return None
         if self.masters is None:
@@ -58,10 +58,10 @@ class _Group:
 def rows_of(
     optimizer: Mapping[str, Any], weights: Mapping[str, Tensor], default_steps: int, notes: list[str]
 ) -> dict[str, Row] | None:
-    """Parameter name → what the optimizer has of it; None where several assignments fit, or none.
+    """Return parameter name → its row in the optimizer; None if no assignment fits, or several do.
 
     optimizer: the state dict of a torch optimizer, or of DeepSpeed's for half precision · weights: the model's
-    parameters by first name, in order · notes: what is assumed is added
+    parameters by first name, in order · notes: assumptions are added to it
     """
     groups = _groups(optimizer)
     if groups is None:
@@ -103,7 +103,7 @@ def _groups(optimizer: Mapping[str, Any]) -> list[_Group] | None:
 
 
 def _assign(groups: Sequence[_Group], weights: Mapping[str, Tensor]) -> list[list[tuple[str, int]]] | None:
-    """Per group its (name, position); None unless just one way, in the model's order, uses up all groups."""
+    """Return the (name, position) pairs of each group; None unless exactly one assignment in model order fills all."""
     ways: dict[tuple[int, ...], tuple[int, Any]] = {tuple(0 for _ in groups): (1, None)}
     in_elements, end = any(group.flat for group in groups), tuple(group.end for group in groups)
     left = sum(weight.numel() if in_elements else 1 for weight in weights.values())
@@ -118,7 +118,7 @@ def _assign(groups: Sequence[_Group], weights: Mapping[str, Tensor]) -> list[lis
                     moved = (*positions[:number], behind, *positions[number + 1 :])
                     choices.append((moved, (path, number, name, positions[number])))
             for key, trail in choices:
-                if sum(end) - sum(key) <= left:  # the rest of the model is enough for the rest of the groups
+                if sum(end) - sum(key) <= left:  # the remaining parameters can fill the rest of the groups
                     before = following.get(key, (0, trail))
                     following[key] = (before[0] + count, before[1])
         if len(following) > _MOST_WAYS:
@@ -135,7 +135,7 @@ def _assign(groups: Sequence[_Group], weights: Mapping[str, Tensor]) -> list[lis
 
 
 def _note_order(groups: Sequence[_Group], taken: set[str], weights: Mapping[str, Tensor], notes: list[str]) -> None:
-    """Note the parameters that would fit in each other's place, of which one at least was ``taken``."""
+    """Note sets of parameters that fit in each other's place, if at least one of a set was ``taken``."""
     flat = any(group.flat for group in groups)
     alike = _alike(weights, lambda weight: weight.numel() if flat else tuple(weight.shape))
     if any(group.masters is not None for group in groups):  # a master weight fits a weight that it rounds to
@@ -150,7 +150,7 @@ def _note_order(groups: Sequence[_Group], taken: set[str], weights: Mapping[str,
 
 
 def _alike(weights: Mapping[str, Tensor], form: Callable[[Tensor], Hashable]) -> list[list[str]]:
-    """The names of those that have one form, where there are several."""
+    """Return the names of weights with equal ``form``, as lists of at least two."""
     found: dict[Hashable, list[str]] = {}
     for name, weight in weights.items():
         found.setdefault(form(weight), []).append(name)

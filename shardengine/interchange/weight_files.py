@@ -1,6 +1,6 @@
-"""Safetensors files from a checkpoint, piece by piece. Owns: rounding, cutting into files, the index of several files.
+"""Write safetensors files from a checkpoint, piece by piece. Owns: rounding, splitting into files, the index of files.
 
-Must not know: what a name means to whom.
+Must not know: the meaning of names.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class Output:
 
     @property
     def bytes(self) -> int:
-        """Its size in a file."""
+        """The size in a file."""
         return self.shape.numel() * self.dtype.itemsize
 
 
 def weights(stored: Stored, dtype: torch.dtype | None) -> list[Output]:
-    """Every parameter, tied ones once under the first name, then every buffer.
+    """Return every parameter, tied ones once under the first name, then every buffer.
 
-    dtype: of the parameters, None for what each was trained in. What is no ordinary floating-point number, and buffers,
-    stay what they are.
+    dtype: of the parameters; None for the dtype that each was trained in. Buffers, and parameters of integer or 8-bit
+    floating-point dtypes, keep their dtype.
     """
     rows = []
     for row in [*stored.parameters, *stored.buffers]:
@@ -53,7 +53,7 @@ def weights(stored: Stored, dtype: torch.dtype | None) -> list[Output]:
 def write(
     stored: Stored, outputs: Sequence[Output], directory: Path, *, stem: str, largest: int, metadata: dict[str, str]
 ) -> None:
-    """Write ``stem``.safetensors, or where that would be more than ``largest`` bytes several files and their index."""
+    """Write ``stem``.safetensors, or several files and their index if it would exceed ``largest`` bytes."""
     shards: list[list[Output]] = []
     size = 0
     for output in outputs:
@@ -89,7 +89,7 @@ def _write_file(stored: Stored, path: Path, outputs: list[Output], metadata: dic
 
 
 def rounded(values: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """``values`` as ``dtype``, rounded once; UsageError where a number is too large for it."""
+    """Return ``values`` as ``dtype``, rounded once; UsageError if a number is too large for it."""
     if values.dtype == dtype:
         return values
     result = values.to(dtype)

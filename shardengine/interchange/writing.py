@@ -1,7 +1,7 @@
-"""Writes what was read from another program as a checkpoint of ours, as one rank would have saved it.
+"""Write an imported checkpoint as one of ours, in the form that a single rank would have saved.
 
-Owns: the order of that. Any number of ranks at any stage loads it. One tensor at a time is in memory, and nothing is
-visible before all of it is on disk. Must not know: where it was read from.
+Owns: the order of writing. Any number of ranks at any stage can load the result. One tensor at a time is in memory, and
+the checkpoint appears only when all of it is on disk. Must not know: the source.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class _Entry:
 
 
 def write(foreign: Foreign, folder: str | Path, tag: str | None = None) -> Path:
-    """Write ``foreign`` as checkpoint ``tag`` of ``folder`` (default: ``step-`` and its steps); the checkpoint.
+    """Write ``foreign`` as checkpoint ``tag`` of ``folder`` (default: ``step-`` and its steps); return its path.
 
-    A checkpoint of that name is replaced when the new one is whole. After an error everything is as before.
+    A checkpoint of that name is replaced when the new one is complete. After an error nothing has changed.
     """
     place = directory.check_folder(folder)
     name = directory.check_tag(directory.tag_of(foreign.global_steps) if tag is None else tag)
@@ -48,7 +48,7 @@ def write(foreign: Foreign, folder: str | Path, tag: str | None = None) -> Path:
     head, offsets, total = header_of([(entry.key, entry.dtype, entry.shape) for entry in entries])
     file = index.file_of(0)
     try:
-        work = directory.begin(place, name)  # an error in here is no reason to abandon: it may be another's work
+        work = directory.begin(place, name)  # do not abandon after an error here: it may be another writer's directory
     except OSError as error:
         raise _unwritten(place / name, error) from error
     try:
@@ -63,7 +63,7 @@ def write(foreign: Foreign, folder: str | Path, tag: str | None = None) -> Path:
         files = {file: {"bytes": total, "chunks": stream.chunks}}
         facts = {**_facts(foreign), "files": files, "tensors": tensors, "random": {}}
         write_text(work / directory.INDEX, index.to_text(facts))
-        index.read(work)  # what a load would refuse is refused now
+        index.read(work)  # raises now what a load would raise later
         return directory.finish(place, name)
     except BaseException as error:
         directory.abandon(place, name)
@@ -109,7 +109,11 @@ def _stored(parameter: ForeignParameter, state: str) -> _Entry:
 
 
 def _zeros(parameter: ForeignParameter, state: str) -> _Entry:
-    """A state that torch makes at the first step; or that it does not make, and ours has in all groups or none."""
+    """Return zeros for a state that the source lacks.
+
+    Either torch creates it at the first step, or its group has no such state but another group has: our optimizer keeps
+    a state for every group or for none.
+    """
     return _Entry(parameter.names[0], state, torch.float32, parameter.shape, lambda: torch.zeros(parameter.shape))
 
 
@@ -118,7 +122,7 @@ def _text(dtype: torch.dtype) -> str:
 
 
 def _facts(foreign: Foreign) -> dict[str, Any]:
-    """The index but for its tables of files and tensors."""
+    """Return the index without its tables of files and tensors."""
     steps, samples = foreign.global_steps, foreign.global_samples
     batch = {"train_batch_size": samples // steps} if steps and samples and not samples % steps else {}
     return {
@@ -152,7 +156,7 @@ def _facts(foreign: Foreign) -> dict[str, Any]:
 
 
 def _loss_scaler(foreign: Foreign) -> dict[str, Any] | None:
-    """The scale alone: how long it has held is not written elsewhere, so its window begins anew."""
+    """Return the state of our loss scaler: only the scale is imported; its count of good steps starts at 0."""
     if foreign.loss_scale is None or not 0 < foreign.loss_scale < 2**128:
         return None
     return {"scale": foreign.loss_scale, "good": 0, "tolerated": 1 << 30, "skipped": 0}

@@ -15,7 +15,8 @@ gradient g
 In a parameter with fewer than two dimensions every element has a mean of its own. Sums are exact
 (``kernels.factored``). Values derived from them are fp64. The states and the elements of a direction are rounded once
 to fp32. All else is fp32, and each operation is rounded separately. So no bit depends on how a parameter is sliced. The
-classes of torch and transformers add up in fp32, in an order of their own: their results are equal except for some last bits.
+classes of torch and transformers add up in fp32, in an order of their own, so their results may differ in the last
+bits.
 
 [Note: Everywhere] Rows and columns are few: every rank keeps all of them, in addition to the shards. A step computes
 the new ones before it writes anything, and stores them when it ends.
@@ -233,8 +234,7 @@ class Adafactor(Arithmetic):
         return _New(options, kept, _inverse_root(torch.cat([of_rows, of_columns])), size)
 
     def _how(self, spec: ParameterSpec, device: torch.device) -> tuple[Tensor, float]:
-        """Return the scales and the upper bound of their products, the last arguments of
-        ``kernels.direction_of_slice``."""
+        """Return the last arguments of ``kernels.direction_of_slice``: scales and the upper bound of their products."""
         new = self._new[spec.name]
         return new.scales.to(device), 1 / new.options.least if new.options.least else math.inf
 

@@ -58,8 +58,7 @@ class OnMatrix(Protocol):
         ...
 
     def solve(self, matrix: Tensor) -> Tensor:
-        """Return the result for the whole ``matrix``, which has the parameter's shape and strides; one value per
-        element."""
+        """Return the results, one per element. ``matrix`` is whole and has the parameter's shape and strides."""
         ...
 
 
@@ -143,8 +142,7 @@ class Arithmetic:
         raise NotImplementedError
 
     def on_matrix(self, group: dict[str, Any]) -> OnMatrix | None:
-        """Return the computation on whole matrices that precedes the actions of ``group``; None: they work on elements
-        alone."""
+        """Return the computation on whole matrices that precedes the actions of ``group``; None: there is none."""
         return None
 
     def lay_out(self, layout: Layout, begun: Collection[str], device: torch.device) -> None:
@@ -185,8 +183,7 @@ class Arithmetic:
     # State of a parameter as a whole, in addition to its step count: tensors, on every rank
 
     def whole_shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """Return names and shapes of the fp32 tensors that every rank keeps of a parameter of that ``shape`` as a
-        whole."""
+        """Return names and shapes of the fp32 tensors that every rank keeps, whole, of a parameter of ``shape``."""
         return {}
 
     def whole_states(self, spec: ParameterSpec) -> dict[str, Tensor]:
@@ -196,8 +193,7 @@ class Arithmetic:
     # and numbers
 
     def facts_of(self, name: str) -> dict[str, Any] | None:
-        """Return the numbers kept of parameter ``name``; None if it was not stepped yet, {} if this arithmetic keeps
-        none."""
+        """Return the numbers kept of parameter ``name``; None if it was not stepped yet, {} if none are ever kept."""
         return {}
 
     def example_facts(self) -> dict[str, Any]:
@@ -237,8 +233,11 @@ class Declared(Arithmetic):
     """The arithmetic of the kernels: AdamW, Adam, SGD and Lion."""
 
     def __init__(self, kind: str, kept_in: str = "fp32", seed: int = 0, *, splits: bool = False) -> None:
-        """kind: a key of STATE_NAMES · kept_in: the format of the states, a key of KEPT_IN · seed: for rounding states
-        · splits: keep only the remainders of the master weights beside bf16 weights."""
+        """kind: a key of STATE_NAMES.
+
+        kept_in: the format of the states, a key of KEPT_IN · seed: for rounding states · splits: keep only the
+        remainders of the master weights beside bf16 weights.
+        """
         self.kind = kind
         self.kept_in = kept_in
         self._seed = seed ^ _OF_STATES

@@ -158,8 +158,8 @@ class Workers:
         each.states, each.facts = states, found
 
     def _refuse_one_under_two_names(self, states: Mapping[str, Tensor], parameter: Tensor) -> None:
-        """Raise ``UsageError`` if two states are one tensor: states are stored separately, so a write to one would miss
-        the other."""
+        """Raise ``UsageError`` if two states are one tensor. They are stored separately: a write to one would miss the
+        other."""
         names = {parameter.data_ptr(): "the parameter itself"} if parameter.numel() else {}
         for name, value in states.items() if parameter.numel() else ():
             if (other := names.setdefault(value.data_ptr(), repr(name))) != repr(name):
@@ -202,8 +202,8 @@ class Elementwise(Arithmetic):
     waits = True
 
     def __init__(self, workers: Workers, learn: Callable[[Any], Learnt], groups: list[Any]) -> None:
-        """learn: makes the trial with the options of groups; raises ``UsageError`` if the class cannot be stepped on
-        slices."""
+        """learn: makes the trial with the options of groups; raises ``UsageError`` for a class that needs whole
+        tensors."""
         self.kind = workers.name
         self._workers = workers
         self._learn = learn
@@ -330,8 +330,7 @@ class Elementwise(Arithmetic):
         return Slice(weight, gradient, states, self._near(facts, weight.device))
 
     def _near(self, facts: Facts, device: torch.device) -> Facts:
-        """Return the facts on the device where the class wants them: its ``fused`` kernels read them on the
-        accelerator."""
+        """Return the facts on ``device`` if the class has ``fused`` kernels, which read them there."""
         if device.type == "cpu" or not any(options.get("fused") for options in self._options):
             return facts
         return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in facts.items()}

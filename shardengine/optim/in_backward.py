@@ -2,9 +2,9 @@
 
 Owns: the thread that steps. Must not know: groups, which buckets may be stepped, when the step comes.
 
-[Note: Steps in backward] States and master weights are stepped on the host, where they are kept; backward never reads
-them. Backward may still read the weights, so the new weights are kept in a separate buffer until the step, which only
-has to copy them. A bucket's step cannot be undone: from then on the accumulation window can only be stepped.
+[Note: Steps in backward] States and master weights are stepped in place; backward never reads them. Backward may still
+read the weights, so the new weights are kept in a separate buffer until the step, which only has to copy them. A
+bucket's step cannot be undone: from then on the accumulation window can only be stepped.
 """
 
 from __future__ import annotations
@@ -50,39 +50,38 @@ class StepsInBackward:
         return index in self._early
 
     @staticmethod
-    def can_be(state: GradientBucket) -> bool:
-        """Whether gradient and master weights of the bucket are offloaded; no other bucket is ever stepped in
-        backward."""
-        return state.leaves and state.bucket.has_master
+    def can_be(bucket_grad: GradientBucket) -> bool:
+        """Whether gradient and master weights of the bucket are offloaded; others are never stepped in backward."""
+        return bucket_grad.leaves and bucket_grad.bucket.has_master
 
-    def may(self, state: GradientBucket) -> bool:
+    def may(self, bucket_grad: GradientBucket) -> bool:
         """Whether the bucket can be stepped in backward and has no late gradient yet."""
-        return self.can_be(state) and not (state.late.filled or state.late.waiting)
+        return self.can_be(bucket_grad) and not (bucket_grad.late.filled or bucket_grad.late.waiting)
 
     def begin(
         self,
-        state: GradientBucket,
+        bucket_grad: GradientBucket,
         parts: Sequence[Part],
         way: CopyQueue,
         after: Future[None] | None,
         then: list[ShardStore],
     ) -> None:
-        """Begin to step a bucket of which this rank has a slice.
+        """Begin to step a bucket that has a slice on this rank.
 
         way: the copy queue that lends the buffer of the new weights · after: another reader of the states, awaited
         first · then: the stores that are probably needed next, to prefetch.
         """
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "step-in-backward")
-        bucket = state.bucket
+        bucket = bucket_grad.bucket
         low = way.buffer(bucket.layout.slice_length, bucket.flat_buffer.dtype, on_host=True)
         self._step_state.note_early()
-        done = self._thread.submit(self._step, state, parts, low, after, then)
+        done = self._thread.submit(self._step, bucket_grad, parts, low, after, then)
         self._early[bucket.layout.index] = _Early(parts, low, done)
 
     def _step(
         self,
-        state: GradientBucket,
+        bucket_grad: GradientBucket,
         parts: Sequence[Part],
         low: Tensor,
         after: Future[None] | None,
@@ -90,9 +89,9 @@ class StepsInBackward:
     ) -> None:
         if after is not None:
             after.exception()
-        bucket, store, gradient = state.bucket, state.bucket.state_store, state.gradient
+        bucket, store, gradient = bucket_grad.bucket, bucket_grad.bucket.state_store, bucket_grad.gradient
         if gradient is None:
-            raise InternalError(f"the bucket of {state.names} is stepped in backward before its gradient is complete")
+            raise InternalError(f"the bucket of {bucket_grad.names} is stepped in backward before its gradient is complete")
         with torch.no_grad():
             flats = dict(store.check_out())
             for next_one in then:
@@ -107,12 +106,12 @@ class StepsInBackward:
                 self._step_state.note_early(torn=True)
                 raise
 
-    def deliver(self, state: GradientBucket, way: CopyQueue) -> None:
+    def deliver(self, bucket_grad: GradientBucket, way: CopyQueue) -> None:
         """Copy the new weights of a bucket to their place, once. Raise the error of its step, if any.
 
         After an error, the buckets whose steps failed are stepped like all others in the next try.
         """
-        bucket, index = state.bucket, state.bucket.layout.index
+        bucket, index = bucket_grad.bucket, bucket_grad.bucket.layout.index
         early = self._early[index]
         if index in self._delivered:
             return

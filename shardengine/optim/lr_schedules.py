@@ -88,8 +88,7 @@ def check_attached(scheduler: object, optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_extended(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Raise ``UsageError`` unless ``scheduler`` (None: there is none) has a rate for every group, including a new last
-    one."""
+    """Raise ``UsageError`` unless ``scheduler`` (None: there is none) has a rate for every group, new ones included."""
     for part in () if scheduler is None else getattr(scheduler, "_schedulers", (scheduler,)):
         try:
             with warnings.catch_warnings():
@@ -108,8 +107,7 @@ def check_extended(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 def make(given: Any, config: SchedulerConfig | None, optimizer: torch.optim.Optimizer) -> Any:
-    """Return the scheduler over ``optimizer``: ``given``, or the one that it returns if it is a function, else the
-    config's."""
+    """Return the scheduler over ``optimizer``: ``given``, or its result if it is a function, else the config's."""
     if given is None and config is not None and any(group.get("relative_step") for group in optimizer.param_groups):
         raise UsageError(
             f"scheduler: expected none, got {config.type}: with relative_step=True the optimizer finds its learning "
@@ -128,13 +126,12 @@ def needs_metric(scheduler: Any) -> bool:
 
 
 def is_named(scheduler: Any) -> bool:
-    """Whether ``scheduler``, a result of ``build`` or None, depends on the number of steps alone, so that a step can be
-    undone."""
+    """Whether ``scheduler``, from ``build`` or None, depends on the number of steps alone, so a step can be undone."""
     return scheduler is None or type(scheduler) in (lr_scheduler.LambdaLR, _OneCycle)
 
 
 def step_for_now(scheduler: lr_scheduler.LRScheduler) -> Callable[[], None]:
-    """Step ``scheduler``, for which ``is_named`` holds. Return a function that undoes the step.
+    """Step ``scheduler``, which must satisfy ``is_named``, and return a function that undoes the step.
 
     It leaves options of groups that were set in the meantime as they are.
     """

@@ -5,11 +5,11 @@ matrix, weights, which parameters have a gradient.
 
 [Note: Owners] Each matrix is solved by one rank, its owner, so that its elements meet as they would in one process: the
 bits depend neither on how it is sliced nor on the number of ranks. Matrices travel in batches, in the order of their
-buckets: one message to the owners, one back, of 2 bytes per element each. A batch is as large as a bucket may be, and
-large enough that its largest matrix is no more than a rank's share. The work is estimated as shorter² · longer side.
-Inside a batch the matrices are assigned, the largest first, to the rank that has the least work so far. While a batch
-is solved, the next one is on its way to its owners and the last one on its way back. If every rank steps everything, an
-owner already has the whole matrix: only the way back is sent, to all.
+buckets: one message to the owners, one back, of 2 bytes per element each. A batch is at least as large as the largest
+bucket, and large enough that its largest matrix is no more than a rank's share. The work is estimated as shorter² ·
+longer side. Inside a batch the matrices are assigned, the largest first, to the rank that has the least work so far.
+While a batch is solved, the next one is on its way to its owners and the last one on its way back. If every rank steps
+everything, an owner already has the whole matrix: only the way back is sent, to all.
 
 [Note: Nothing is written before all is there] Owners see states as they were before the step. Nothing of the step is
 written before every rank has received all results for its elements (2 bytes per element that it steps). So a failure of
@@ -137,8 +137,10 @@ class Plan:
         return [[(m, cut) for m in of_owner[rank] for cut in self.cuts(m, holder)] for holder in holders]
 
     def bytes_on_way(self, rank: int) -> int:
-        """Return the peak bytes of the messages of ``rank``: those of three batches, and a matrix before and after it
-        is solved."""
+        """Return the peak bytes of the messages of ``rank``.
+
+        These are the messages of three batches, and a matrix before and after it is solved.
+        """
         sizes = []
         for batch in self.batches:
             kinds = (False,) if self.replicated else (False, True)
@@ -149,8 +151,10 @@ class Plan:
         return DTYPE.itemsize * (at_work + 2 * largest)
 
     def bytes_beside(self, rank: int) -> int:
-        """Return the peak bytes that a step of ``rank`` needs in addition to its state: the messages, and the results
-        received."""
+        """Return the peak bytes that a step of ``rank`` needs in addition to its state.
+
+        These are the messages and the results received.
+        """
         stepped = sum(cut.length for number in self.specs for cut in self.cuts(number, rank))
         return self.bytes_on_way(rank) + DTYPE.itemsize * stepped
 

@@ -97,8 +97,10 @@ class Muon(Arithmetic):
         of_muon: Mapping[str, Any] | None = None,
         of_rest: Mapping[str, Any] | None = None,
     ) -> None:
-        """rest: the arithmetic of the other groups, AdamW by default · of_muon, of_rest: default options of new groups,
-        torch's by default."""
+        """rest: the arithmetic of the other groups, AdamW by default.
+
+        of_muon, of_rest: default options of new groups, torch's by default.
+        """
         self.kind = KIND
         self._rest = rest or Declared("AdamW")
         self.draws = self._rest.draws
@@ -168,8 +170,10 @@ class Muon(Arithmetic):
 
 @dataclass(frozen=True)
 class _Options:
-    """The options of a group that uses Muon, and the computations before and on whole matrices ([Note: Two thirds by
-    element])."""
+    """The options of a group that uses Muon; the computations before and on whole matrices.
+
+    See [Note: Two thirds by element].
+    """
 
     rate: float
     decay: float

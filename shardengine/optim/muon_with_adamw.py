@@ -101,8 +101,10 @@ _OF_ADAMW = {"betas": "betas", "eps": "eps"}
 
 
 def from_config(model: nn.Module, chosen: Iterable[Any], params: Mapping[str, Any]) -> MuonWithAdamW:
-    """Return the optimizer of the config's ``params`` over ``chosen``: parameters, or groups that may have
-    ``use_muon``."""
+    """Return the optimizer of the config's ``params`` over ``chosen``.
+
+    chosen: parameters, or groups that may have ``use_muon``.
+    """
     options: dict[bool, dict[str, Any]] = {}
     for muon, names, own in ((True, _OF_MUON, "muon"), (False, _OF_ADAMW, "adam")):
         options[muon] = {name: params[key] for key, name in names.items()}

@@ -1,4 +1,4 @@
-"""What an optimizer needs of a layout: which parameters share no bucket, what is stored of each element.
+"""Requirements of an optimizer on a layout: which parameters share no bucket, which states an element has.
 
 Must not know: how anything is stepped.
 """
@@ -23,10 +23,13 @@ Forms = Mapping[str, StateForm]
 
 @dataclass(frozen=True)
 class Needs:
-    """families: of each group, as ``Arithmetic.family`` · forms: of each family, what is stored of an element, by name
-    · whole: of each group, whether it is stepped by whole matrices · by_sums: whether sums over whole parameters are
-    needed · kept_whole: as ``Arithmetic.whole_shapes`` · kernel: the kind of the kernels' update that steps some
-    groups, None where none does · by_kernel: their numbers."""
+    """The requirements of one optimizer.
+
+    families: per group, as ``Arithmetic.family`` · forms: per family, the stored form of each state of an element, by
+    name · whole: per group, whether it is stepped by whole matrices · by_sums: whether the step needs sums over whole
+    parameters · kept_whole: as ``Arithmetic.whole_shapes`` · kernel: the kind of the kernels' update that steps some
+    groups; None: it steps none · by_kernel: the numbers of those groups.
+    """
 
     families: tuple[int, ...] = ()
     forms: Mapping[int, Forms] = field(default_factory=dict)
@@ -40,7 +43,7 @@ class Needs:
     def of(
         cls, arithmetic: Arithmetic, groups: list[dict[str, Any]], *, averages: bool, scheduled: bool = False
     ) -> Needs:
-        """averages: of weights are kept, too · scheduled: as in ``Arithmetic.state_names``."""
+        """averages: whether averages of the weights are kept · scheduled: as in ``Arithmetic.state_names``."""
         families = tuple(arithmetic.family(group) for group in groups)
         forms = {}
         for family in dict.fromkeys(families):
@@ -53,16 +56,17 @@ class Needs:
         return cls(families, forms, whole, arithmetic.by_sums, arithmetic.whole_shapes, kernel, by_kernel)
 
     def bytes_of(self, family: int) -> float:
-        """Bytes of state per element of ``family``, without master weights."""
+        """Return the bytes of state per element of ``family``, without master weights."""
         return kernels.bytes_per_element(self.forms.get(family, {}))
 
     def bytes_kept_whole(self, layout: Layout) -> int:
-        """Bytes of what every rank keeps of parameters as a whole."""
+        """Return the bytes of the states that every rank keeps of parameters as a whole."""
         stepped = [spec for spec in layout.parameters if spec.is_stepped]
         return 4 * sum(math.prod(shape) for spec in stepped for shape in self.kept_whole(spec.shape).values())
 
     def bytes_beside(self, layout: Layout, state: Placement, rank: int) -> int:
-        """Bytes that a step of ``rank`` takes for whole matrices, or sums, at most. state: the placement of states."""
+        """Return the peak bytes that a step of ``rank`` needs for whole matrices or sums. state: the placement of
+        states."""
         if not self.by_sums:
             chosen = matrices.Plan(layout, self.whole, state)
             return chosen.bytes_beside(chosen.place_of(rank))
@@ -71,7 +75,7 @@ class Needs:
         return 3 * self.bytes_kept_whole(layout) + sums.bytes_on_way(plan, rank) + sums.bytes_of_largest(plan, rank)
 
     def bytes_sent(self, layout: Layout, state: Placement, rank: int) -> int:
-        """Bytes that ``rank`` sends for them in a step in which every parameter has a gradient."""
+        """Return the bytes that ``rank`` sends for matrices or sums in a step if every parameter has a gradient."""
         if not self.by_sums:
             chosen = matrices.Plan(layout, self.whole, state)
             return chosen.bytes_sent(chosen.place_of(rank))
@@ -80,17 +84,17 @@ class Needs:
 
     @property
     def block(self) -> int:
-        """Elements between two places where buckets may be cut."""
+        """The number of elements between two places where buckets may be cut."""
         return max((kernels.block_of(forms) for forms in self.forms.values()), default=1)
 
     @property
     def of_kernel(self) -> Forms:
-        """What is stored of the elements that the kernels step."""
+        """The stored states of the elements that the kernels step."""
         return self.forms[self.families[self.by_kernel[0]]] if self.by_kernel else {}
 
 
 def stored_forms(arithmetic: Arithmetic, names: Iterable[str]) -> dict[str, StateForm]:
-    """What is stored for states ``names``, averages of weights among them."""
+    """Return the stored form of each of the states ``names``, averages of weights among them."""
     names = list(names)
     stored = arithmetic.forms(name for name in names if name != AVERAGE)
     return stored | {name: StateForm() for name in names if name == AVERAGE}

@@ -1,20 +1,20 @@
 """The step: norm, clipping and the update of this rank's shards, with the user's own ``param_groups``.
 
-Owns: master weights' optimizer state, step counts per parameter, which parameters are stepped.
-Must not know: hooks, modules, how gradients came to be complete.
+Owns: master weights' optimizer state, step counts per parameter, which parameters are stepped. Must not know: hooks,
+modules, how gradients came to be complete.
 
-[Note: Settled a step later] Whether a step is applied, which it is not where its gradients are not finite, the device
-finds and acts on. The host needs it for step counts, the loss scale and the scheduler; waiting for it in ``step()``
-would leave the device without work. So the host goes on as if the step had been applied, and asks in the next one's
-first ``step()``, or when its gradients are complete (``settle``), or earlier where somebody reads what depends on it.
-Where it was skipped, counts and the config's schedule are taken back. Whether the host waits at once is the same on
-every rank, and every rank has settled before options and counts are compared between ranks.
+[Note: Settled a step later] The device decides whether a step is applied: it is not if its gradients are not finite.
+The host needs the verdict for step counts, the loss scale and the scheduler, but waiting for it in ``step()`` would
+leave the device idle. So the host goes on as if the step had been applied. It asks for the verdict in the first
+``step()`` of the next window, or when that window's gradients are complete (``settle``), or earlier if a value that
+depends on it is read. If the step was skipped, counts and the config's schedule are taken back. Whether the host waits
+at once is the same on every rank, and every rank has settled before options and counts are compared between ranks.
 
 The three parts of a step, repeated as comments below:
   1. norm     every rank's sum of squares and used-flags are exchanged (one message), the norm is the same everywhere
   2. update   per bucket: the segments of one group and step count in one kernel call, which unscales, clips, steps the
               master weights and writes the weights
-  3. publish  the caller gathers each stepped bucket where weights rest replicated
+  3. publish  the caller gathers each stepped bucket if weights are replicated
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _RATES = (
     "lr_scheduler"
 )
 _AHEAD = 2
-"""Buckets that are fetched while one is stepped."""
+"""Buckets that are prefetched while one is stepped."""
 
 
 def _no_states(_given: Any) -> Any:
@@ -67,9 +67,12 @@ def _no_states(_given: Any) -> Any:
 
 @dataclass(frozen=True)
 class EngineCalls:
-    """What its engine does for an optimizer. forget: the window's gradients · extend: by a parameter group · step:
-    clip, step, publish, or only count · exchange: weights, as the class's method of that name does · save, load: states
-    in torch's form, ``save(begun)`` as ``StatesElsewhere``."""
+    """The engine's functions for an optimizer.
+
+    forget: drop the window's gradients · extend: add a parameter group · step: clip, step and publish, or only count ·
+    exchange: exchange weights, as the class's method of that name does · save, load: states in torch's format; the
+    argument of ``save`` is the result of ``StatesElsewhere.take_request``.
+    """
 
     forget: Callable[[], None]
     extend: Callable[[dict[str, Any]], None]
@@ -80,8 +83,8 @@ class EngineCalls:
 
 
 class OptimizerForm(NamedTuple):
-    """The optimizer that a user wants: how it steps (None: there is none), parameter groups and defaults; what is done
-    differently from what he may expect."""
+    """The optimizer that a user wants: its arithmetic (None: there is no optimizer), parameter groups and defaults.
+    notice: a sentence about differences from the user's optimizer."""
 
     arithmetic: Arithmetic | None
     groups: list[dict[str, Any]]
@@ -90,11 +93,12 @@ class OptimizerForm(NamedTuple):
 
     @property
     def kind(self) -> str | None:
-        """The name of how it steps."""
+        """The name of its arithmetic."""
         return None if self.arithmetic is None else self.arithmetic.kind
 
     def needs(self, *, scheduled: bool, averages: bool) -> Needs:
-        """What it needs of a layout. scheduled: there is a learning-rate scheduler · averages: of weights are kept."""
+        """Return its requirements on a layout. scheduled: there is a learning-rate scheduler · averages: averages of
+        the weights are kept."""
         if self.arithmetic is None:
             return Needs()
         return Needs.of(self.arithmetic, self.groups, averages=averages, scheduled=scheduled)
@@ -103,10 +107,10 @@ class OptimizerForm(NamedTuple):
 class ShardedOptimizer(torch.optim.Optimizer):
     """Steps this rank's shards.
 
-    ``param_groups`` are the given groups themselves (the same dicts, the user's parameters), so a learning-rate
+    ``param_groups`` are the user's groups themselves (the same dicts, the user's parameters), so a learning-rate
     scheduler made for either optimizer works.
 
-    Where the reducer gathers gradients (state replicated) every rank steps whole buckets instead of its slices.
+    If the reducer gathers gradients (state replicated), every rank steps whole buckets instead of its slices.
     """
 
     _calls: EngineCalls | None = None
@@ -130,9 +134,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.arithmetic = form.arithmetic
         super().__init__(form.groups, form.defaults)
         self.state = StatesElsewhere(lambda parameter: self._names_of(parameter))
-        self.param_groups = form.groups  # the given list itself, so that both optimizers' see a group that is added
+        self.param_groups = form.groups  # the user's list itself, so that both optimizers see an added group
         self._calls = calls or EngineCalls(reducer.release, _no_engine, _no_step, lambda method: None)
-        self._lent: list[torch.optim.Optimizer] = []  # the user's own, for which schedulers may have been made
+        self._lent: list[torch.optim.Optimizer] = []  # the user's own; schedulers may have been made for them
         self._reading: Future[None] | None = None
         self._said = ""
         self.norm: Tensor | None = None
@@ -142,14 +146,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.settings = settings
         self._rates: list[Any] = []
         self.divisors: set[int] = set()
-        """By which losses of this window were divided, which must be the same on every rank."""
+        """The divisors of this window's losses, which must be the same on every rank."""
         self._told_of_rates = False
         self.lay_out(layout, reducer, [0] * len(layout.parameters))
 
     def begin(self) -> None:
-        """Make the state. After the scheduler was made, which may have raised SGD's momentum from 0."""
-        for state in self._reducer.buckets:
-            state.bucket.begin_states(self.forms_in(state.bucket))
+        """Make the state. Call it after the scheduler was made, which may have raised SGD's momentum from 0."""
+        for bucket_grad in self._reducer.buckets:
+            bucket_grad.bucket.begin_states(self.forms_in(bucket_grad.bucket))
 
     def lay_out(self, layout: Layout, reducer: Reducer, steps: list[int]) -> None:
         """Step the buckets of ``reducer`` from now on. steps: taken so far, per parameter of ``layout``."""
@@ -157,22 +161,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._reducer = reducer
         self._step_state = reducer.step_state
         self._steps = steps
-        buckets = [state.bucket for state in reducer.buckets]
+        buckets = [bucket_grad.bucket for bucket_grad in reducer.buckets]
         self._ahead: tuple[list[int], list[dict[Label, Spans]]] | None = None
         numbered = self.rounds_at_random or self.arithmetic.by_parameter
         self._segments = Segments(layout, buckets, numbered=numbered)
         self.arithmetic.lay_out(layout, self.begun, reducer.collectives.mesh.device)
-        state = buckets[0].state if buckets else Placement.REPLICATED
+        placement = buckets[0].state if buckets else Placement.REPLICATED
         self._families = self.needs.families
         if self.arithmetic.by_sums:
-            self._plan = sums.plan_of(layout, len(self.param_groups), state)
+            self._plan = sums.plan_of(layout, len(self.param_groups), placement)
         else:
-            self._plan = matrices.Plan(layout, self.needs.whole, state)
+            self._plan = matrices.Plan(layout, self.needs.whole, placement)
         reducer.serve(self)
 
     @property
     def kind(self) -> str:
-        """The name of how it steps."""
+        """The name of its arithmetic."""
         return self.arithmetic.kind
 
     @property
@@ -183,47 +187,49 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def begun(self) -> set[str]:
-        """First names of the parameters that were stepped."""
+        """First names of the parameters that were stepped at least once."""
         counted = zip(self._layout.parameters, self._steps, strict=True)
         return {spec.name for spec, count in counted if count}
 
     @property
     def steps_early(self) -> bool:
         """Whether buckets are stepped in backward (``step_in_backward``)."""
-        return self.settings.in_backward and any(self.stepped_early.can_be(state) for state in self._reducer.buckets)
+        return self.settings.in_backward and any(
+            self.stepped_early.can_be(bucket_grad) for bucket_grad in self._reducer.buckets
+        )
 
     def wait_early(self) -> None:
-        """Return when no bucket is being stepped in backward any more."""
+        """Wait until no bucket is being stepped in backward."""
         self.stepped_early.wait()
 
     def stand_in_for(self, lent: torch.optim.Optimizer) -> None:
-        """The user's own optimizer ``lent`` steps when this one does; schedulers may have been made for it."""
+        """Step instead of the user's own optimizer ``lent``; schedulers may have been made for it."""
         self._lent.append(lent)
 
     def let_read(self, reading: Future[None]) -> None:
-        """Until ``reading`` is done something else reads the states; see ``await_reader``."""
+        """Register ``reading``, a reader of the states that runs until the future is done; see ``await_reader``."""
         self._reading = reading
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """What is kept of each element, of some group."""
+        """Names of the states that an element of some group has."""
         return self.names_for(*self.param_groups)
 
     @property
     def needs(self) -> Needs:
-        """What it needs of a layout."""
+        """Its requirements on a layout."""
         return Needs.of(self.arithmetic, self.param_groups, averages=self.averages)
 
     def forms_in(self, bucket: Bucket) -> Forms:
-        """What ``bucket`` stores of each element, by name."""
+        """Return the stored form of each state of an element of ``bucket``, by name."""
         return self.needs.forms.get(bucket.flat_buffer.layout.family, {})
 
     def names_for(self, *groups: dict[str, Any]) -> tuple[str, ...]:
-        """What is kept of each element with the options of ``groups``."""
+        """Return the names of the states of an element with the options of ``groups``."""
         return (*self.arithmetic.state_names(list(groups)), *([AVERAGE] if self.averages else []))
 
     def finish_gradients(self) -> None:
-        """The gradients are complete: exchange the norm and which parameters were used; collective."""
+        """Exchange the norm and which parameters were used, once the gradients are complete; collective."""
         self.settle()
         if not self.stepped_early:
             self.prefetch(0)
@@ -244,7 +250,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         self._step_state.writes.agreed()
         norm, squares = self._norm_of(sums[(replicas := self._step_state.replicas).rows])
-        if replicas.apart:  # one that is not finite is everybody's
+        if replicas.apart:  # a norm that is not finite anywhere is that of all ranks
             of_all, squares_of_all = self._norm_of(sums)
             norm = torch.where(of_all.isfinite(), norm, of_all)
             squares = torch.where(of_all.isfinite(), squares, squares_of_all)
@@ -261,8 +267,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         )
 
     def _differ_in_writes(self) -> bool:
-        """Ranks say different things: whether of written weights alone, which is an error where these differ;
-        collective."""
+        """Whether ranks differ in written weights alone; raise if those differ between ranks. Collective."""
         collectives = self._reducer.collectives
         told = collectives.exchange_objects(zlib.crc32(self._said.encode()), "the optimizer's options")
         self._step_state.writes.settle(collectives.mesh.rank, collectives.exchange_objects)
@@ -270,18 +275,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def _frozen(self) -> int:
-        """Parameters of the layout that are frozen for now."""
+        """Number of parameters of the layout that are frozen for now."""
         return sum(not parameter.requires_grad for parameter in self._reducer.views.parameters)
 
     def _norm_of(self, sums: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm of the complete gradient, and the squares of each parameter's, from what some ranks have sent."""
+        """Return the norm of the complete gradient and each parameter's squares, from the ``sums`` of some ranks."""
         known = 1 + len(self._layout.parameters)
         if self.norm_type == 2:
             norm = kernels.norm_from_squares(sums[:, 0].contiguous(), self.gradient_scale)
         else:
             power = kernels.join_powers(sums[:, known], self.norm_type)
             norm = kernels.norm_from_powers(power, self.norm_type, self.gradient_scale)
-        if self.settings.fp16:  # inf - inf on the way is an overflow, too
+        if self.settings.fp16:  # inf - inf in the reduction is an overflow as well
             norm = norm.nan_to_num(nan=math.inf, posinf=math.inf)
         return norm, sums[:, 1:known].sum(dim=0)
 
@@ -291,46 +296,51 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def _stepped_with(self) -> str:
-        """Why gradients may not be changed after backward; "" where they may."""
+        """Why gradients may not be changed after backward; "" if they may."""
         if self._step_state.replicas.apart:
             return _APART
         return _STEPPED_WITH if self._step_state.must_be_stepped else ""
 
     @property
     def norm_type(self) -> float:
-        """The order of the norm that is known, and clipped by."""
+        """The order of the norm that is computed and used for clipping."""
         chosen = None if self.update is None else self.update.norm_type
         return self.settings.norm_type if chosen is None else chosen
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether the loss scale cannot answer another overflow."""
+        """Whether another overflow is an error."""
         return self.settings.scaler is not None and self.settings.scaler.is_exhausted
 
     @property
     def loss_scale(self) -> float:
-        """What the loss of this window was multiplied with; a dynamic one is settled in each step."""
+        """The factor of this window's loss; a dynamic one is settled in each step."""
         return 1.0 if self.settings.scaler is None else self.settings.scaler.scale
 
     @property
     def gradient_scale(self) -> float:
-        """What the complete gradient is multiplied with: the loss scale, and the part of the ranks that had data where
-        the mean is over those."""
+        """The factor of the complete gradient: the loss scale, times the share of the ranks that had data.
+
+        The share differs from 1 only if the mean is over the ranks with data.
+        """
         return self.loss_scale * self._step_state.join.share
 
     @property
     def scaling(self) -> dict[str, Any]:
-        """The loss scale and how it came to be, which must be the same on every rank; {} where there is none."""
+        """The state of the loss scale, which must be the same on every rank; {} if there is none."""
         self.settle()
         return {} if self.settings.scaler is None else self.settings.scaler.state_dict()
 
     def _payload(self) -> Payload:
-        """This rank's part of the squared norm, in all and of each parameter, of another norm than the 2-norm, where
-        the step has one, and a digest of the optimizer's options and loss scale, 4 bytes."""
-        found = [pair for state in self._reducer.buckets for pair in state.take_squares().items()]
+        """Return this rank's message for the exchange of the norm.
+
+        It has this rank's part of the squared norm, in total and of each parameter; its part of another norm than the
+        2-norm, if the step uses one; and a digest of the optimizer's options and loss scale, 4 bytes.
+        """
+        found = [pair for bucket_grad in self._reducer.buckets for pair in bucket_grad.take_squares().items()]
         device = self._reducer.buckets[0].bucket.full.device
         if found and all(square.device == HOST for _, square in found):
-            device = HOST  # added up where they are, and moved together
+            device = HOST  # added up on the host, and moved together
         zero = torch.zeros((), dtype=torch.float64, device=device)
         total, squares = zero.clone(), [zero] * len(self._layout.parameters)
         for parameter, square in found:
@@ -352,7 +362,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return Payload(digest.view(torch.uint8), values.to(self._reducer.buckets[0].bucket.full.device))
 
     def _powers(self, device: torch.device) -> list[Tensor]:
-        """Of all that is stepped what this rank has of another norm than the 2-norm, where the step has one."""
+        """Return this rank's part of a norm other than the 2-norm, over all stepped parameters; [] for the 2-norm."""
         if self.norm_type == 2:
             return []
         found = self._reducer.powers_here(self.norm_type).items()
@@ -361,9 +371,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                                     self.norm_type)]  # fmt: skip
 
     def step_buckets(self) -> Iterator[Bucket]:
-        """Phases 2 and 3: step bucket after bucket in layout order and yield each one as soon as it is stepped.
+        """Phases 2 and 3: step the buckets in layout order and yield each one as soon as it is stepped.
 
-        Goes on where an update that was interrupted between two buckets stopped.
+        Continue an update that was interrupted between two buckets.
         """
         # 2. update
         update = self.update = self.update or Update()
@@ -377,14 +387,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if tuple(map(self.arithmetic.family, self.param_groups)) != self._families:
             raise UsageError("optimizer: use_muon of a group was changed after initialize, expected it to stay")
         forms = self.needs.forms
-        if any(self._missing_states(state.bucket, forms) for state in self._reducer.buckets):
+        if any(self._missing_states(bucket_grad.bucket, forms) for bucket_grad in self._reducer.buckets):
             raise UsageError(
                 "SGD: momentum was raised from 0 after initialize; expected momentum from the start"
                 if self.kind == "SGD"
                 else f"{self.kind}: with an option that was changed after initialize it keeps more of each element; "
                 "expected that option from the start"
             )
-        for each in self.hooked:  # torch's schedulers warn where no step came before theirs
+        for each in self.hooked:  # torch's schedulers warn if the optimizer was not stepped before them
             each.__dict__["_opt_called"] = True
         self.await_reader()
         if not begun:
@@ -392,8 +402,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             verdict = self.verdict_now()
             if self.arithmetic.waits and verdict.applied:
                 self.arithmetic.begin_step(self.param_groups, self._named(self._reducer.touched))
-            for state in self._reducer.buckets if self.settings.max_value else ():
-                state.clamp(self.settings.max_value * self.gradient_scale)
+            for bucket_grad in self._reducer.buckets if self.settings.max_value else ():
+                bucket_grad.clamp(self.settings.max_value * self.gradient_scale)
             update.begin(self._reducer.touched, factor=self._factor(update), skip=self._skip(), verdict=verdict)
             if self.arithmetic.waits and verdict.applied:
                 self._exchange_whole(update)
@@ -402,26 +412,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._steps[parameter] += 1
         way, segments = self._reducer.way_back, self._segments.of(self._labels())
         fetches, early = (
-            any(state.bucket.state_store.away for state in self._reducer.buckets),
+            any(bucket_grad.bucket.state_store.away for bucket_grad in self._reducer.buckets),
             self.settings.in_backward,
         )
         left = self._reducer.buckets[update.stepped :]
-        for state, work in zip(left, self._works(segments, update.stepped), strict=True):
-            index = state.bucket.layout.index
+        for bucket_grad, work in zip(left, self._works(segments, update.stepped), strict=True):
+            index = bucket_grad.bucket.layout.index
             if early and index in self.stepped_early:
-                self.stepped_early.deliver(state, way)
+                self.stepped_early.deliver(bucket_grad, way)
             else:
                 if early:
                     self.stepped_early.wait()  # a tier serves one thread
                 self._bring(index, prefetches=fetches)
-                step_bucket(state, work, update, way, lambda: step.move(Phase.TORN))
+                step_bucket(bucket_grad, work, update, way, lambda: step.move(Phase.TORN))
             step.move(Phase.UPDATING)
             update.bucket_stepped()
             # 3. publish
-            yield state.bucket
+            yield bucket_grad.bucket
 
     def _bring(self, index: int, *, prefetches: bool) -> None:
-        """Bucket number ``index`` is stepped next: its states, and its gradient and the next one's, are on their way."""
+        """Before bucket number ``index`` is stepped: bring its states, its gradient and the next bucket's gradient."""
         buckets = self._reducer.buckets
         buckets[index].bucket.state_store.check_out()  # takes its buffer before the next ones are prefetched
         if prefetches:
@@ -431,8 +441,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 soon.fetch()
 
     def _exchange_whole(self, update: Update) -> None:
-        """What of the step needs whole matrices, done by their owners, or sums over whole parameters; collective, where
-        there are any. Nothing is written, and it is done once per update, whoever goes on with that."""
+        """Compute the parts of the step that need whole matrices or sums over whole parameters, if any; collective.
+
+        The owners of the matrices compute them. No state is written, and the exchange happens once per update, even if
+        the update is resumed.
+        """
         if update.returned is not None:
             return
         specs, touched = self._layout.parameters, [number for number in self._plan.specs if number in update.touched]
@@ -452,8 +465,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def _read(self, index: int, weights: bool = False) -> Iterator[matrices.Flats]:
-        """What is kept of bucket number ``index``, with its gradient and, if asked, its weights; the gradient's
-        factor."""
+        """Lend this rank's tensors of bucket number ``index``, gradient included, and the gradient's factor.
+
+        weights: include the weights.
+        """
         state = self._reducer.buckets[index]
         bucket, update = state.bucket, self.update
         if update is None:
@@ -472,46 +487,54 @@ class ShardedOptimizer(torch.optim.Optimizer):
         length = bucket.layout.sizes[bucket.state]
         return torch.empty(length, dtype=matrices.DTYPE, device=bucket.state_store.device)
 
-    def step_early(self, state: GradientBucket) -> None:
-        """In backward, ``state`` is complete: begin to step it, where it rests away and this rank has used all of it,
-        so that it knows what will be stepped."""
-        index = state.bucket.layout.index
-        stepped = {parameter for parameter in state.pieces if self._counted(parameter) is not None}
-        may = self.stepped_early.may(state) and stepped <= self._reducer.used
-        if not may or self._missing_states(state.bucket, self.needs.forms):
+    def step_early(self, bucket_grad: GradientBucket) -> None:
+        """Begin to step the bucket of ``bucket_grad``, which is complete, in backward, if it can be.
+
+        It must be offloaded, and this rank must have used all of its parameters, so that it knows what will be stepped.
+        """
+        index = bucket_grad.bucket.layout.index
+        stepped = {parameter for parameter in bucket_grad.pieces if self._counted(parameter) is not None}
+        may = self.stepped_early.may(bucket_grad) and stepped <= self._reducer.used
+        if not may or self._missing_states(bucket_grad.bucket, self.needs.forms):
             return
-        if self.settings.scaler is not None and state.complete is not None and not math.isfinite(state.complete.sum()):
-            return  # it waits for the step, which is an error then
+        if (
+            self.settings.scaler is not None
+            and bucket_grad.complete is not None
+            and not math.isfinite(bucket_grad.complete.sum())
+        ):
+            return  # it is left to the step, which then raises
         parts = self._parts(self._segments_ahead()[index])
         then = [each.bucket.state_store for each in self._reducer.following(index)[:_AHEAD]]
-        self.stepped_early.begin(state, parts, self._reducer.way_back, self._reading, then)
+        self.stepped_early.begin(bucket_grad, parts, self._reducer.way_back, self._reading, then)
 
     def _missing_states(self, bucket: Bucket, forms: Mapping[int, Forms]) -> set[str]:
-        """The states that ``bucket`` lacks: SGD's momentum, if it was raised from 0. forms: as in ``Needs``."""
+        """Return the states that ``bucket`` lacks: SGD's momentum, if it was raised from 0. forms: as in ``Needs``."""
         return forms.get(bucket.flat_buffer.layout.family, {}).keys() - bucket.state_store.sizes.keys()
 
     def _parts(self, spans_of: dict[Label, Spans]) -> list[Part]:
         return [(self._action(label), spans) for label, spans in spans_of.items()]
 
     def _action(self, label: Label) -> Action:
-        """What a step does to the elements of one group and step count."""
+        """Return the step of the elements of one group and step count."""
         group, step = label
         return self.arithmetic.action(self.param_groups[group], group, step, self.settings.seed)
 
     def _named(self, parameters: Iterable[int]) -> list[tuple[str, int]]:
-        """First names and groups of those of ``parameters`` that some group steps, in their order in the layout."""
+        """Return first names and groups of the stepped ones among ``parameters``, in their order in the layout."""
         specs = [self._layout.parameters[index] for index in sorted(parameters)]
         return [(spec.name, spec.group) for spec in specs if spec.is_stepped]
 
     def prefetch(self, first: int) -> None:
-        """Bucket ``first`` and those after it are stepped soon: bring them, as far as there is room."""
-        for state in self._reducer.buckets[first : first + _AHEAD]:
-            if state.bucket.layout.index not in self.stepped_early:
-                state.bucket.state_store.prefetch()
+        """Prefetch the states of bucket ``first`` and of those after it, as far as there is room."""
+        for bucket_grad in self._reducer.buckets[first : first + _AHEAD]:
+            if bucket_grad.bucket.layout.index not in self.stepped_early:
+                bucket_grad.bucket.state_store.prefetch()
 
     def begin_exchange(self, method: str) -> bool:
-        """Call the class's ``method``, "train" or "eval", which exchanges weights: whether there is anything to do for
-        ``exchange_buckets``. Otherwise they are those already, and it is done."""
+        """Begin the class's ``method``, "train" or "eval", which exchanges weights; return whether any weight moves.
+
+        If so, ``exchange_buckets`` must follow. Otherwise the weights are the right ones already, and the call is done.
+        """
         self.settle()
         self.arithmetic.begin_step(self.param_groups, self._named(range(len(self._layout.parameters))), method)
         if not self.arithmetic.moves_weights:
@@ -519,7 +542,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self.arithmetic.moves_weights
 
     def exchange_buckets(self) -> Iterator[Bucket]:
-        """Exchange the weights of bucket after bucket, and yield each."""
+        """Exchange the weights of one bucket after the other, and yield each."""
         specs = self._layout.parameters
         labels = [(spec.group, self._steps[n]) if spec.is_stepped else None for n, spec in enumerate(specs)]
         yield from self._rewrite([Work(self._parts(spans_of)) for spans_of in self._segments.of(labels)])
@@ -531,11 +554,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self.settings.decay is not None
 
     def swap_averages(self) -> Iterator[Bucket]:
-        """Weights and their averages change places, bucket after bucket."""
+        """Exchange weights and their averages, one bucket after the other, and yield each."""
         yield from self._rewrite([Work(self._to_all(Swap(), spans_of)) for spans_of in self._averaged()])
 
     def begin_averages(self, numbers: Iterable[int]) -> None:
-        """The averages of parameters ``numbers`` begin with the weights, wherever these were written."""
+        """Set the averages of parameters ``numbers`` to their weights, after these were written."""
         chosen = set(numbers) if self.averages else set()
         labels = [(0, 0) if index in chosen else None for index in range(len(self._layout.parameters))]
         works = [Work((), self._to_all(Begin(), spans_of)) for spans_of in self._segments.of(labels)]
@@ -543,7 +566,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             pass
 
     def _averaged(self, *, first: bool = False) -> list[dict[Label, Spans]]:
-        """Per bucket what there is an average of: all that was ever stepped. first: of that, what takes its first
+        """Return the spans that have an average, per bucket: all that was ever stepped. first: those in their first
         step now."""
         touched = self._reducer.touched
         counted = [count == 1 and index in touched if first else count > 0 for index, count in enumerate(self._steps)]
@@ -555,7 +578,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return [(action, spans) for spans in spans_of.values()]
 
     def _works(self, segments: list[dict[Label, Spans]], begin: int) -> Iterator[Work]:
-        """What the step does to each bucket, from number ``begin`` on."""
+        """Yield the work of the step on each bucket, from number ``begin`` on."""
         actions: dict[Label, Action] = {}
         firsts = self._averaged(first=True) if self.averages else [{}] * len(segments)
         averaged = self._averaged() if self.averages else firsts
@@ -569,15 +592,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
             yield Work(parts, self._to_all(Begin(), first), self._to_all(advance, all_of), given)
 
     def _rewrite(self, works: list[Work]) -> Iterator[Bucket]:
-        """works: of each bucket, what is done to weights and states without a gradient."""
+        """Do ``works`` (one per bucket) on weights and states without a gradient, and yield each bucket."""
         self.await_reader()
         nothing: dict[str, Tensor | None] = {"factor": None, "skip": None}
-        for state, work in zip(self._reducer.buckets, works, strict=True):
-            rewrite_bucket(state.bucket, work, {}, lambda device: nothing, self._reducer.way_back)
-            yield state.bucket
+        for bucket_grad, work in zip(self._reducer.buckets, works, strict=True):
+            rewrite_bucket(bucket_grad.bucket, work, {}, lambda device: nothing, self._reducer.way_back)
+            yield bucket_grad.bucket
 
     def end_update(self, if_skipped: Callable[[Verdict], None]) -> Verdict:
-        """All buckets are done. Counts say that the step was applied, until ``settle``, which may call ``if_skipped``.
+        """End the update: all buckets are done. Counts stay as if applied until ``settle``, which may call
+        ``if_skipped``.
 
         See [Note: Settled a step later].
         """
@@ -588,9 +612,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return update.verdict
 
     def settle(self) -> None:
-        """The last step's verdict is known to the host afterwards, and what had counted on another one is taken back.
+        """Get the last step's verdict and, if the step was skipped, take back counts that assumed it was applied.
 
-        The host may wait for it. Nothing happens where that was done.
+        The host may have to wait. Does nothing if the step is settled already.
         """
         if self._open is None:
             return
@@ -605,15 +629,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if_skipped(update.verdict)
 
     def await_reader(self) -> None:
-        """Call this before the states are changed: nothing else reads or steps them afterwards."""
+        """Wait until nothing else reads or steps the states. Call it before they are changed."""
         self.stepped_early.wait()
         if self._reading is not None:
             self._reading.exception()
             self._reading = None
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """``engine.step()``: on the boundary it steps, before it it counts. closure: as in torch, called first; its
-        value is returned."""
+        """``engine.step()``: steps on the accumulation boundary, otherwise only counts.
+
+        closure: as in torch, called first; its value is returned.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -622,15 +648,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._calls.step()
         return loss
 
-    step.hooked = True  # type: ignore[attr-defined]  # torch would call hooks per call, and not where engine.step() is
+    step.hooked = True  # type: ignore[attr-defined]  # torch would call hooks at each call, and not for engine.step()
 
     def train(self) -> None:
-        """Have the weights for training, where the class exchanges them (schedule-free does); collective. Nothing
-        happens where it does not, or where they are those already."""
+        """Switch to the weights for training, if the class exchanges weights (schedule-free does); collective.
+
+        Does nothing for other classes, or if the weights are those already.
+        """
         self._exchange("train")
 
     def eval(self) -> None:
-        """Have the weights for evaluation, as ``train``."""
+        """Switch to the weights for evaluation; see ``train``."""
         self._exchange("eval")
 
     def _exchange(self, method: str) -> None:
@@ -638,18 +666,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._calls.exchange(method)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the window's gradients, as ``engine.zero_grad()``; but nothing where the last call was a ``step()``
-        that only counted a micro-batch: a loop that calls both after every backward means the end of a window."""
+        """Drop the accumulated gradients, as ``engine.zero_grad()``.
+
+        Does nothing if the last call was a ``step()`` that only counted a micro-batch, so a loop may call both after
+        every backward.
+        """
         if self._calls is not None:
             self._calls.forget()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Step the parameters of ``param_group`` as well, from the next step on; collective, between two steps.
 
-        They are the model's, and in no group yet: unfrozen before this call, or trainable all along. Frozen ones join
-        when they are unfrozen. The group is a dict with "params" and options, as in torch; weights and states move to a
-        new layout and keep their bits. After an error everything is as before; only memory that runs out, or a rank
-        that is lost, while the weights are moved is not taken back.
+        The parameters must belong to the model and to no group yet: unfrozen before this call, or trainable all along.
+        Frozen ones join when they are unfrozen. The group is a dict with "params" and options, as in torch. Weights and
+        states move to a new layout and keep their bits. After an error everything is as before, except if memory runs
+        out or a rank is lost while the weights are moved.
         """
         if self._calls is None:
             super().add_param_group(param_group)
@@ -657,46 +688,46 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._calls.extend(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """What torch's own optimizer would return, whole on the CPU of rank 0, {} elsewhere; collective.
+        """Return the state dict of torch's own optimizer, whole, on the CPU of rank 0, and {} elsewhere; collective.
 
-        Plain torch loads it and goes on. Beyond torch's it has "master", the fp32 master weights of bf16 and fp16
-        parameters; together with ``engine.state_dict()`` it resumes bit for bit, at any stage.
+        Plain torch can load it. In addition to torch's entries it has "master", the fp32 master weights of bf16 and
+        fp16 parameters. Together with ``engine.state_dict()`` it resumes bit for bit, at any stage.
         """
         return torch_hooks.around_state_dict(self.hooked, lambda: self._calls_of_engine.save(self.state.take_request()))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from what ``state_dict()`` of this or of torch's optimizer returned: options go into the same groups,
-        states to where they rest; collective.
+        """Load the result of ``state_dict()`` of this or of torch's optimizer; collective.
 
-        state_dict: whole on rank 0; there, or {}, elsewhere. With "master" the weights become those, rounded.
-        UsageError where it does not fit, and nothing has changed then.
+        Options go into the same groups, states to their present device. state_dict: whole on rank 0; the same or {}
+        elsewhere. With "master" the weights become those, rounded. Raises UsageError if it does not fit; nothing has
+        changed then.
         """
         self.state.take_request()
         torch_hooks.around_load(self.hooked, state_dict, self._calls_of_engine.load)
 
     @property
     def hooked(self) -> list[torch.optim.Optimizer]:
-        """Whose hooks count: its own, and those of the user's optimizer that it stands in for."""
+        """The optimizers whose hooks are called: this one, and the user's own that it replaces."""
         return [self, *self._lent]
 
     @property
     def has_post_hooks(self) -> bool:
-        """Whether something is called after updates that are applied."""
+        """Whether there are hooks to call after updates that are applied."""
         return any(True for _ in torch_hooks.post_hooks(self.hooked))
 
     def call_pre_hooks(self) -> None:
-        """The gradients are complete, the update follows; see [Note: Once per step]."""
+        """Call the pre hooks: the gradients are complete, the update follows. See [Note: Once per step]."""
         self.refuse_late_hooks()
         if self._step_state.phase is not Phase.UPDATING:
             self._reducer.views.fix(self._stepped_with)  # every rank calls hooks, also one without data
             torch_hooks.before_update(self.hooked)
 
     def call_post_hooks(self) -> None:
-        """The update was applied."""
+        """Call the post hooks: the update was applied."""
         torch_hooks.after_update(self.hooked)
 
     def refuse_late_hooks(self) -> None:
-        """``UsageError`` where pre hooks would be called too late."""
+        """Raise ``UsageError`` if pre hooks would be called too late."""
         if self.steps_early:
             torch_hooks.refuse_pre_hooks(self.hooked)
 
@@ -705,7 +736,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._calls or EngineCalls(lambda: None, _no_engine, _no_step, lambda method: None)
 
     def _names_of(self, parameter: Any) -> tuple[str, ...]:
-        """The names of what torch's dict has of ``parameter``."""
+        """Return the names of the states of ``parameter`` in torch's state dict."""
         for group in self.param_groups if isinstance(parameter, Tensor) and parameter.requires_grad else ():
             if any(parameter is each for each in group["params"]):
                 counted = ("step",) if self.arithmetic.counts_steps(group) else self.arithmetic.fact_names
@@ -715,30 +746,30 @@ class ShardedOptimizer(torch.optim.Optimizer):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """AttributeError says what to call instead of what another engine's optimizer has."""
+            """Raise AttributeError; for names of another engine's optimizer it says what to call instead."""
             return read_from_optimizer(self, name)
 
     @property
     def rounds_at_random(self) -> bool:
-        """Whether a step of a parameter draws random bits, which its step count is part of the key of."""
+        """Whether a step of a parameter draws random bits; their key includes its step count."""
         return self.settings.seed is not None or self.arithmetic.draws
 
     @property
     def forms(self) -> dict[str, StateForm]:
-        """How ``state_names`` are stored, by the names of what is stored."""
+        """The stored form of each of ``state_names``, by the names under which they are stored."""
         return stored_forms(self.arithmetic, self.state_names)
 
     def state_bytes(self) -> Counter[str]:
-        """Bytes of optimizer state and master weights on this rank, by the tier in which they rest."""
+        """Return the bytes of optimizer state and master weights on this rank, by tier ("device", "cpu", "nvme")."""
         found = Counter(device=sum(tensor.nbytes for _, tensors in self.whole_states() for tensor in tensors.values()))
-        for state in self._reducer.buckets:
-            found[state.bucket.state_store.tier_now] += sum(state.bucket.state_store.sizes.values())
+        for bucket_grad in self._reducer.buckets:
+            found[bucket_grad.bucket.state_store.tier_now] += sum(bucket_grad.bucket.state_store.sizes.values())
         return found
 
     def clip_next_step(self, max_norm: float, norm_type: float | None = None) -> float:
-        """Clip the coming step to ``max_norm``; later ones to the configured value again. Returns the norm now.
+        """Clip the coming step to ``max_norm``; later ones to the configured value again. Return the present norm.
 
-        norm_type: its order, None for the configured one; collective for another one.
+        norm_type: its order, None for the configured one; another one makes the call collective.
         """
         if self.settings.max_value:
             raise UsageError(
@@ -766,9 +797,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self.norm.item()
 
     def watch_rates(self) -> None:
-        """Call it at each micro-batch of a window: warns once where learning rates change from one to the next.
+        """Warn once if learning rates change between micro-batches of a window. Call it at each micro-batch.
 
-        UsageError for one that is none.
+        Raises UsageError for a rate that is not a number.
         """
         rates = [rate_of(group, number, "step") for number, group in enumerate(self.param_groups)]
         before, self._rates = self._rates, rates
@@ -778,7 +809,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 _log.warning(_RATES, before, self._rates)
 
     def end_window(self) -> None:
-        """The window was stepped or dropped, or its update is lost, and what ``clip_next_step`` said with it."""
+        """Forget the window, which was stepped, dropped or lost, and the argument of ``clip_next_step``."""
         self.divisors.clear()
         self.state.take_request()
         self._rates = []
@@ -786,12 +817,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.update = None
 
     def take_back(self, norm: Tensor | None) -> None:
-        """A window was dropped after its norm was known: ``norm``, that of the step before, is the last one again."""
+        """Restore ``norm``, that of the step before: a window was dropped after its norm was known."""
         self.norm = norm
 
     def note_if_spoiled(self) -> bool:
-        """Whether gradients are not finite and buckets may have been stepped in backward, so that the window's step
-        cannot be skipped any more: it is an error then, and nothing more of it may be done."""
+        """Whether gradients are not finite although buckets may have been stepped in backward.
+
+        The window's step can then not be skipped any more: it is an error, and nothing more of it may be done.
+        """
         state = self._step_state
         decided = state.phase in {Phase.AGREED, Phase.SPOILED} and state.must_be_stepped
         if not decided or self.settings.scaler is None or self.norm is None or bool(torch.isfinite(self.norm)):
@@ -800,13 +833,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return True
 
     def mark_stepped(self, scheduler: Any) -> None:
-        """Tell torch's scheduler that the optimizer it was made for has stepped; otherwise it warns about the order."""
+        """Mark the optimizer of torch's ``scheduler`` as stepped; otherwise torch warns about the order of calls."""
         scheduler.optimizer._opt_called = True
 
     def held(self, bucket: Bucket, *, writable: bool = False) -> dict[str, Tensor]:
-        """What this rank steps of ``bucket``: "weight" (the master, where there is one) and the states, in fp32.
+        """Return the tensors of ``bucket`` that this rank steps, in fp32.
 
-        writable: to be written to, too, and then given to ``keep``; otherwise that may be lost.
+        They are "weight" (the master, if there is one) and the states. writable: they may be written to, and must then
+        be passed to ``keep``; otherwise writes may be lost.
         """
         stored = self.stored(bucket, writable=writable)
         return {
@@ -816,14 +850,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         }
 
     def keep(self, bucket: Bucket, held: Mapping[str, Tensor]) -> None:
-        """What was written to a bucket's ``held`` is kept; states that are not kept in fp32 are rounded to nearest."""
+        """Store writes to a bucket's ``held``; states that are not kept in fp32 are rounded to nearest."""
         stored = self.stored(bucket, writable=True)
         for name in held.keys() - {WEIGHT, AVERAGE}:
             if stored[name] is not held[name]:
                 narrow_state(held[name], stored, name)
 
     def misfit(self, states: Mapping[str, Any]) -> str:
-        """Which of ``states`` (by name) cannot be kept as states are kept here, and why; "" where all can."""
+        """Return which of ``states`` (by name) cannot be stored in this optimizer's format, and why; "" if all can."""
         forms = self.forms
         for name in forms.keys() & states.keys():
             if problem := misfit(states[name], name, forms[name].dtype):
@@ -831,28 +865,28 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return ""
 
     def stored(self, bucket: Bucket, *, writable: bool = False) -> dict[str, Tensor]:
-        """As ``held``, but states as they are stored, by the names in ``forms``."""
+        """Return the tensors of ``held``, but states in their stored format, by the names in ``forms``."""
         states = dict(bucket.state_store.tensors(writable=writable))
         if bucket.has_master:
             return {WEIGHT: states.pop(MASTER), **states}
         return {WEIGHT: bucket.stepped_weights(writable=writable), **states}
 
     def whole_states(self) -> Iterator[tuple[ParameterSpec, dict[str, Tensor]]]:
-        """What every rank keeps of parameters as a whole, as ``Arithmetic.whole_states``."""
+        """Yield the states that every rank keeps of parameters as a whole, as ``Arithmetic.whole_states``."""
         for spec in self._layout.parameters:
             if spec.is_stepped and (tensors := self.arithmetic.whole_states(spec)):
                 yield spec, tensors
 
     def parameter_state(self, *, writable: bool = False) -> Iterator[FlatSlice]:
-        """What this rank holds of every bucket, as ``stored``, and of parameters as a whole."""
+        """Yield this rank's part of every bucket, as ``stored``, and of the states of parameters as a whole."""
         for spec, tensors in self.whole_states():
             yield from (FlatSlice(spec.name, key, 0, tensor.view(-1), per=0) for key, tensor in tensors.items())
-        for bucket in (state.bucket for state in self._reducer.buckets):
+        for bucket in (bucket_grad.bucket for bucket_grad in self._reducer.buckets):
             held = self.stored(bucket, writable=writable)
             yield from slices_of(self._layout, bucket.layout, bucket.state_interval, held)
 
     def _counted(self, parameter: int) -> int | None:
-        """Label for the norm: parameters that some optimizer group steps."""
+        """Return the parameter's label for the norm: 0 if some optimizer group steps it, otherwise None."""
         return 0 if self._layout.parameters[parameter].is_stepped else None
 
     def _factor(self, update: Update) -> Tensor | None:
@@ -862,7 +896,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return kernels.gradient_factor(self._norm_now(self.norm), max_norm, self.gradient_scale)
 
     def verdict_now(self) -> Verdict:
-        """Of the step that the present gradients would make."""
+        """Return the verdict on a step with the present gradients."""
         platform, skip = self._reducer.platform, self._skip()
         if skip is None:
             return Verdict(None, self._reducer.views.squares)
@@ -874,20 +908,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return None if unknown or self.norm is None else ~torch.isfinite(self._norm_now(self.norm))
 
     def _norm_now(self, norm: Tensor) -> Tensor:
-        """The norm of what is stepped with: ``norm``, unless the user has multiplied gradients after the exchange."""
+        """Return the norm of the present gradients: ``norm``, or a new one if the user has multiplied them since."""
         if not self._reducer.views.multiplied:
             return norm
         stepped = [index for index in self._reducer.touched if self._counted(index) is not None]
         return kernels.norm_from_squares(self._reducer.views.square(sorted(stepped)), self.gradient_scale)
 
     def _segments_ahead(self) -> list[dict[Label, Spans]]:
-        """Per bucket what the coming step steps, if that touches everything: found once per step."""
+        """Return the spans of the coming step per bucket, if it touches everything; computed once per step."""
         if self._ahead is None or self._ahead[0] != self.steps:
             self._ahead = list(self.steps), self._segments.of(self._labels(ahead=True))
         return self._ahead[1]
 
     def _labels(self, *, ahead: bool = False) -> list[Label | None]:
-        """Per parameter, with what it is stepped. ahead: in the coming step, if that touches everything."""
+        """Return the label of each parameter. ahead: in the coming step, if it touches everything."""
         touched, steps = self._reducer.touched, self.steps
         return [
             (spec.group, steps[index] + ahead) if spec.is_stepped and (ahead or index in touched) else None

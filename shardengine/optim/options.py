@@ -1,12 +1,12 @@
-"""What the options of optimizer groups may be. Owns: which are saved, which stay, the sentences for others.
+"""The values that options of optimizer groups may have. Owns: which are saved, which stay, the messages about others.
 
 Must not know: which options a class has, files.
 
-[Note: Options that stay] A checkpoint holds JSON, and nothing that runs when it is read. So an option that is a number,
-a string, None, or a tuple, list or dict of such is saved, and compared between ranks; a tensor of one element as its
-number. Functions, classes, dtypes and devices are not saved: a group keeps those that it was given, as torch's LambdaLR
-does. Between ranks they are compared by name. Anything else may hold what training has changed, and is refused when it
-is given, not when the first checkpoint is to be written.
+[Note: Options that stay] A checkpoint holds JSON, and reading it runs no code. So an option is saved, and compared
+between ranks, if it is a number, a string, None, or a tuple, list or dict of these. A tensor of one element is saved as
+its number. Functions, classes, dtypes and devices are not saved: a group keeps those it has, as torch's LambdaLR does.
+Between ranks they are compared by name. Any other object may hold state that training changes. It is rejected when it
+is passed in, not when the first checkpoint is written.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ def stays(value: Any) -> bool:
 
 
 def check_groups(groups: Sequence[Mapping[str, Any]], call: str, first: int = 0) -> None:
-    """``UsageError`` for an option of ``groups``, from number ``first`` on, with which there is no step or no
-    checkpoint. call: for messages."""
+    """Raise ``UsageError`` for an option of ``groups``, from number ``first`` on, that prevents a step or a checkpoint.
+
+    call: for messages.
+    """
     for number, group in enumerate(groups[first:], first):
         if "lr" not in group:
             raise UsageError(
@@ -55,8 +57,10 @@ def check_groups(groups: Sequence[Mapping[str, Any]], call: str, first: int = 0)
 
 
 def rate_of(group: Mapping[str, Any], number: int, call: str) -> Any:
-    """The number that the learning rate of ``group``, which has this ``number``, is; ``UsageError`` where it is none.
-    None where the optimizer finds one itself in each step (``relative_step``)."""
+    """Return the learning rate of ``group`` (number ``number``); raise ``UsageError`` unless it is a finite number.
+
+    None if the optimizer finds its rate itself in each step (``relative_step``).
+    """
     rate = group["lr"]
     value = rate.item() if isinstance(rate, Tensor) and rate.numel() == 1 else rate
     if value is None and group.get("relative_step"):
@@ -71,7 +75,7 @@ def rate_of(group: Mapping[str, Any], number: int, call: str) -> Any:
 
 
 def _problems(value: Any) -> Iterator[str]:
-    """Why ``value`` cannot be saved."""
+    """Yield the reasons why ``value`` cannot be saved."""
     if isinstance(value, Tensor):
         value = value.item() if value.numel() == 1 else value
     if isinstance(value, float) and math.isnan(value):

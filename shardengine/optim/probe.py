@@ -1,15 +1,16 @@
-"""Whether an optimizer's class may be stepped on slices: found out by a trial, at ``initialize``, not by a list.
+"""A trial at ``initialize`` that decides whether an optimizer's class may be stepped on slices; there is no list.
 
-Owns: the trial and the sentences of a refusal. Must not know: the model, ranks.
+Owns: the trial and the messages of a rejection. Must not know: the model, ranks.
 
-[Note: The trial] Per group, with its options and on numbers of its own, eight steps of a matrix and a vector
+[Note: The trial] For each group, with its options and on numbers of its own, eight steps of a matrix and a vector are
+made in four ways:
 
     whole     as they are, twice
     flat      the matrix as one row
-    sliced    the matrix's first elements, and the rest of it with the vector, by a worker each, as two ranks would
-    anew      the same with new workers for every step, as ``Elementwise`` does it
+    sliced    two workers, as two ranks: one with the matrix's first elements, one with the rest and the vector
+    renewed   the same with new workers for every step, as ``Elementwise`` does it
 
-and once more all groups together. Weights, states, facts and the options of groups must be equal, bit for bit, after
+Then all groups are stepped together. Weights, states, facts and the options of groups must be equal, bit for bit, after
 every step. A matrix is cut at a multiple of 16 elements, as layouts cut.
 """
 
@@ -30,9 +31,9 @@ _SHAPE, _CUT, _FEW = (65, 33), 1040, 16
 _STEPS = 8
 """Some classes change no weight before their sixth step (rectified Adam)."""
 _LARGE = 2.0**20
-"""What the gradients of the last step are multiplied with: some classes clip by a norm that small ones never meet."""
+"""Factor of the last step's gradients: some classes clip by a norm that small gradients never reach."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Of states that fp32 holds."""
+"""Dtypes of states that fp32 can hold."""
 _REFUSED_OPTIONS = {
     "differentiable": "its steps would be parts of a graph",
     "capturable": "it is for CUDA graphs, which the engine does not make",
@@ -40,9 +41,9 @@ _REFUSED_OPTIONS = {
 
 
 def elementwise(optimizer: torch.optim.Optimizer, name: str, advice: str = "") -> Elementwise:
-    """What steps slices with the class and options of ``optimizer``, which is not changed.
+    """Return the arithmetic that steps slices with the class and options of ``optimizer``, which is not changed.
 
-    advice: what is known of the class, for the message. ``UsageError`` where it cannot be stepped so.
+    advice: about this class, for the message. Raises ``UsageError`` if the class cannot be stepped on slices.
     """
     _check_attributes(optimizer, name, advice)
     workers = Workers(optimizer, name)
@@ -51,7 +52,7 @@ def elementwise(optimizer: torch.optim.Optimizer, name: str, advice: str = "") -
 
 
 def _check_attributes(optimizer: torch.optim.Optimizer, name: str, advice: str) -> None:
-    """A class that holds another optimizer, or parameters, beside its groups would step those."""
+    """Reject a class that holds another optimizer, or parameters, outside its groups: it would step those."""
     for key, value in vars(optimizer).items():
         if key in ("param_groups", "state", "defaults"):
             continue
@@ -68,7 +69,7 @@ def _check_attributes(optimizer: torch.optim.Optimizer, name: str, advice: str) 
 
 
 def already_stepped(name: str) -> UsageError:
-    """For an optimizer that is not new."""
+    """Return the error for an optimizer that is not new."""
     return UsageError(
         f"optimizer {name} has already taken steps: expected a new one, because its state would be lost; pass it to "
         "shardengine.initialize before its first step"
@@ -76,7 +77,7 @@ def already_stepped(name: str) -> UsageError:
 
 
 def _check_unused(optimizer: torch.optim.Optimizer, workers: Workers) -> None:
-    """States that are there must be those that the class begins with."""
+    """Raise if ``optimizer`` has states that differ from a new optimizer's."""
     used = already_stepped(workers.name)
     for parameter, state in optimizer.state.items():
         shape, few = parameter.shape, parameter.detach().reshape(-1)[:_FEW]
@@ -96,7 +97,7 @@ def _check_unused(optimizer: torch.optim.Optimizer, workers: Workers) -> None:
 
 
 def _numbers(shape: tuple[int, ...], seed: int) -> Tensor:
-    """fp32, from -1.5 to 1.5, the same on every machine, without torch's generators."""
+    """Return fp32 numbers from -1.5 to 1.5, the same on every machine, without torch's generators."""
     count = 1
     for size in shape:
         count *= size
@@ -121,8 +122,11 @@ def _sliced(matrix: Tensor, vector: Tensor) -> list[Tensor]:
 
 
 def _tensors(cut: _Cut, seed: int) -> list[Tensor]:
-    """Weights (``seed`` 0) or gradients. Slices differ much in magnitude: a norm or mean of one is far from that of
-    all, and seen where it counts for little."""
+    """Return weights (``seed`` 0) or gradients.
+
+    Slices differ much in magnitude: a norm or mean of one is then far from that of all, and visible even if the class
+    gives it little weight.
+    """
     matrix, vector = _numbers(_SHAPE, seed), _numbers((_FEW + 5,), seed + 50)
     flat = matrix.view(-1)
     flat[:_CUT] *= 16
@@ -131,13 +135,16 @@ def _tensors(cut: _Cut, seed: int) -> list[Tensor]:
 
 
 def _gradients(cut: _Cut, number: int) -> list[Tensor]:
-    """Of step ``number``, from 1."""
+    """Return the gradients of step ``number``, from 1."""
     return [each * _LARGE if number == _STEPS else each for each in _tensors(cut, number)]
 
 
 class _Way:
-    """One way to make the steps, of one group. It is walked by workers that live as long, or by new ones in each step;
-    of each slice one, but the last slice goes with the one before it."""
+    """One way to make the steps of one group.
+
+    Its workers live for all steps, or are renewed in each step. Each slice has a worker; the last slice shares that of
+    the slice before it.
+    """
 
     def __init__(self, workers: Workers, options: Mapping[str, Any], cut: _Cut, *, anew: bool = False) -> None:
         self._workers, self._cut, self._anew = workers, cut, anew
@@ -145,12 +152,12 @@ class _Way:
         self._parts = [self.slices] if len(self.slices) == 2 else [self.slices[:1], self.slices[1:]]
         self._lasting = [workers.make([(options, part)]) for part in self._parts]
         self.options = [dict(options) for _ in self._parts]
-        self.late = ""  # a state that was not there after the first step
+        self.late = ""  # a state that first appeared after the first step
         if callable(getattr(workers.made_by, "train", None)):
             self._call("train")
 
     def step(self, number: int) -> None:
-        """Step number ``number``, from 1."""
+        """Make step number ``number``, from 1."""
         for each, gradient in zip(self.slices, _gradients(self._cut, number), strict=True):
             each.give(gradient)
         for worker, part in zip(self._lasting, self._parts, strict=True):
@@ -171,7 +178,7 @@ class _Way:
                 self.options[number] = options_of(worker.param_groups[0])
 
     def difference(self, other: _Way) -> str:
-        """What is not equal now, "" where all is."""
+        """Return the name of a value that differs from ``other``; "" if all are equal."""
         for one, two in zip(self._joined(), other._joined(), strict=True):
             if what := _difference(one, two):
                 return "weights" if what == "weight" else f"state {what!r}"
@@ -180,7 +187,7 @@ class _Way:
         return f"state {what!r}" if what else f"option {option!r} of the group" if option else ""
 
     def unevenness(self) -> str:
-        """What is not the same for all slices now and should be, "" where all is."""
+        """Return the name of a value that should be the same for all slices and is not; "" if all are."""
         for each in self.slices:
             if what := _difference(self.slices[0].facts, each.facts):
                 return f"state {what!r}"
@@ -190,7 +197,7 @@ class _Way:
         return ""
 
     def _joined(self) -> list[dict[str, Any]]:
-        """Of the matrix and the vector, the weight and the states, flat."""
+        """Return weight and states, flat, of the matrix and of the vector."""
         rows = [{"weight": each.weight, **(each.states or {})} for each in self.slices]
         rows = [{key: value.reshape(-1) for key, value in row.items()} for row in rows]
         if len(rows) == 2:
@@ -200,7 +207,7 @@ class _Way:
 
 
 def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """The first name whose value is not the same in both."""
+    """Return the first name whose value is not the same in both; "" if all are."""
     for key in (*one, *other):
         if key not in one or key not in other or not same(one[key], other[key]):
             return key
@@ -208,7 +215,8 @@ def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
 
 
 def _compared(one: _Way, other: _Way, *, evenly: bool = False) -> str:
-    """What was not equal after some step. evenly: or not the same for all slices, and should be."""
+    """Return the name of a value that differed after some step. evenly: or that differed between slices and should
+    not."""
     for number in range(1, _STEPS + 1):
         one.step(number)
         other.step(number)
@@ -218,7 +226,7 @@ def _compared(one: _Way, other: _Way, *, evenly: bool = False) -> str:
 
 
 def _learn(workers: Workers, advice: str, groups: Sequence[Mapping[str, Any]]) -> Learnt:
-    """The trial with the options of ``groups`` ([Note: The trial])."""
+    """Make the trial with the options of ``groups`` ([Note: The trial])."""
     name = workers.name
     for number, group in enumerate(groups):
         for option, why in _REFUSED_OPTIONS.items():
@@ -251,7 +259,7 @@ def _learn(workers: Workers, advice: str, groups: Sequence[Mapping[str, Any]]) -
 
 
 def _for_trial(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The group's options; a learning rate with which nothing would be seen to change is another one."""
+    """Return the group's options; a learning rate that is too small to change anything becomes 1e-3."""
     options = options_of(group)
     rate = options.get("lr")
     if isinstance(rate, int | float) and not rate > 1e-5:
@@ -287,7 +295,7 @@ def _learn_group(workers: Workers, options: dict[str, Any], advice: str) -> Lear
 
 
 def _learnt(workers: Workers, options: dict[str, Any], whole: _Way) -> Learnt:
-    """From a way that was walked."""
+    """Return the result of a trial whose steps were made."""
     name, matrix = workers.name, whole.slices[0]
     if whole.late:
         raise UsageError(
@@ -322,7 +330,7 @@ def _learnt(workers: Workers, options: dict[str, Any], whole: _Way) -> Learnt:
 
 
 def _try_together(workers: Workers, options: Sequence[dict[str, Any]]) -> None:
-    """All groups in one instance must give what each gives alone."""
+    """Raise unless all groups in one instance give the same results as each group alone."""
     if len(options) < 2:
         return
     alone = [_Way(workers, each, _whole) for each in options]

@@ -1,4 +1,4 @@
-"""The forms in which ``initialize`` takes an optimizer: a torch optimizer, a function, the config. Checks, by name.
+"""The forms of an optimizer that ``initialize`` accepts: a torch optimizer, a function, the config. Checks, by name.
 
 Must not know: shards, the step.
 """
@@ -25,7 +25,7 @@ from shardengine.optim.optimizer import OptimizerForm, ShardedOptimizer
 from shardengine.sharding import ignored_by
 
 _IN_8_BITS = "8bit"
-"""What names in a config end with of optimizers that keep their states so."""
+"""Suffix of names in a config: the optimizer keeps its states in 8 bits."""
 _OWN: dict[str, type[torch.optim.Optimizer]] = {"Lion": Lion}
 _DECLARED: dict[type[torch.optim.Optimizer], str] = {
     torch.optim.AdamW: "AdamW", torch.optim.Adam: "Adam", torch.optim.SGD: "SGD", Lion: "Lion", CPUAdam: "AdamW",
@@ -35,10 +35,10 @@ _DECLARED: dict[type[torch.optim.Optimizer], str] = {
 def arithmetic_of(
     optimizer: torch.optim.Optimizer, kept_in: str = "fp32", seed: int = 0, *, splits: bool = False
 ) -> tuple[Arithmetic, str]:
-    """How ``optimizer``'s elements are stepped, and what is different about it, a sentence, "" where nothing is.
+    """Return the arithmetic that steps ``optimizer``'s elements, and a sentence about its differences or "".
 
-    By the declared arithmetic where that is its, otherwise by its own class, which is tried first: ``UsageError`` where
-    it cannot work on slices of parameters. kept_in, seed, splits: as in ``Declared``.
+    The kernels' arithmetic is used if it is the same, otherwise the optimizer's own class after a trial. Raises
+    ``UsageError`` if the class cannot work on slices of parameters. kept_in, seed, splits: as in ``Declared``.
     """
     kind, notice = _DECLARED.get(type(optimizer)), ""
     name = name_of(type(optimizer))
@@ -74,7 +74,7 @@ def arithmetic_of(
         kind = "AdamW" if optimizer.param_groups[0].get(DECOUPLED, kind == "AdamW") else "Adam"
     made = Declared(kind, kept_in, seed, splits=splits)
     for number, group in enumerate(optimizer.param_groups):
-        made.action(group, number, 1, None)  # an option that is none is said now
+        made.action(group, number, 1, None)  # raises for an invalid option
     return made, notice
 
 
@@ -131,16 +131,16 @@ def _refuse_split_masters(name: str, *, splits: bool) -> None:
 
 
 def name_of(made_by: type[torch.optim.Optimizer]) -> str:
-    """Where a user finds the class."""
+    """Return the name under which a user finds the class."""
     public = getattr(torch.optim, made_by.__name__, None) is made_by
     return f"torch.optim.{made_by.__name__}" if public else f"{made_by.__module__}.{made_by.__qualname__}"
 
 
 def groups_for(model: nn.Module, config: Config, given: Any, model_parameters: Iterable[Any] | None) -> OptimizerForm:
-    """The optimizer that ``initialize`` was given, in any form.
+    """Return the optimizer that was passed to ``initialize``, in any form.
 
-    given: an optimizer, Muon's and AdamW's in a list, a function from a list of parameters to one, or None (from
-    ``config``).
+    given: an optimizer, Muon's and AdamW's in a list, a function from a list of parameters to an optimizer, or None
+    (from ``config``).
     """
     named = config.optimizer
     ignored = ignored_by(model, config.ignored_parameters)
@@ -186,8 +186,10 @@ def _check_groups(model: nn.Module, groups: list[dict[str, Any]]) -> None:
 
 
 def _form_of_two(model: nn.Module, given: Sequence[Any], config: Config) -> OptimizerForm:
-    """Of torch's Muon and of the optimizer of the rest, in a list. Their groups, which stay their own, say from now on
-    who steps them."""
+    """Return the form of torch's Muon and of the optimizer of the rest, in a list.
+
+    The group dicts stay the user's; each gets the option that says which of the two steps it.
+    """
     muons = [each for each in given if type(each) is torch.optim.Muon]
     others = [each for each in given if type(each) in (torch.optim.AdamW, torch.optim.Adam)]
     if len(muons) != 1 or len(others) != 1 or len(given) != 2:
@@ -216,12 +218,12 @@ def _form_of_two(model: nn.Module, given: Sequence[Any], config: Config) -> Opti
 
 
 def _told(kept_in: str) -> str:
-    """What is different where states of AdamW are kept in another dtype."""
+    """Return the sentence about Muon's momentum if AdamW's states are kept in another format than fp32."""
     return "" if kept_in == "fp32" else f'Muon: its momentum is kept in fp32, what AdamW keeps beside it in "{kept_in}"'
 
 
 def _made_by_name(config: OptimizerConfig, model: nn.Module, chosen: list[Any]) -> torch.optim.Optimizer:
-    """What the config's ``type`` names, over ``chosen``."""
+    """Return the optimizer that the config's ``type`` names, over ``chosen``."""
     if config.type == KIND:
         return muon_with_adamw.from_config(model, chosen, config.params)
     name = config.type.removesuffix(_IN_8_BITS)
@@ -231,14 +233,14 @@ def _made_by_name(config: OptimizerConfig, model: nn.Module, chosen: list[Any]) 
 
 _LENT = ("step", "zero_grad", "add_param_group", "state_dict", "load_state_dict", "train", "eval")
 _SCHEDULED = "_wrapped_by_lr_sched"
-"""What torch's schedulers look for on ``optimizer.step``."""
+"""The attribute of ``optimizer.step`` that torch's schedulers look for."""
 
 
 def lend(given: Any, to: ShardedOptimizer) -> Callable[[], None]:
-    """The user's optimizer ``given``, or each of several, does what the engine's, ``to``, does: a loop that was written
-    for it trains.
+    """Redirect the methods of the user's optimizer ``given``, or of each in a list, to the engine's, ``to``.
 
-    Its own methods would see no gradients and step nothing. Of several the last one steps. Returns what gives it back.
+    So a training loop that was written for it works; its own methods would see no gradients and step nothing. In a
+    list, only the last one steps. Returns a function that undoes the redirection.
     """
     if not isinstance(given, list | tuple):
         return _lend(given, to, {})
@@ -273,14 +275,14 @@ def _extend(given: torch.optim.Optimizer, to: ShardedOptimizer, group: dict[str,
 
 
 def _count_nothing(closure: Callable[[], Any] | None = None) -> Any:
-    """The first of two: its step is the other's."""
+    """Stand in for ``step`` of the first of two optimizers: the other one's ``step`` steps both."""
     return None if closure is None else closure()
 
 
 def _lend(
     given: torch.optim.Optimizer, to: ShardedOptimizer, instead: Mapping[str, Callable[..., Any]]
 ) -> Callable[[], None]:
-    """instead: what some of its methods do."""
+    """instead: replacements for some of its methods."""
     before = {name: given.__dict__[name] for name in _LENT if name in given.__dict__}
 
     def method_of(name: str) -> Callable[..., Any]:
@@ -307,7 +309,8 @@ def _lend(
 
 
 def check_not_ignored(ignored: Mapping[str, Tensor], groups: list[dict[str, Any]]) -> None:
-    """``UsageError`` for a parameter of ``groups`` that is in the config's ``ignored_parameters``. ignored: by name."""
+    """Raise ``UsageError`` for a parameter of ``groups`` that is in the config's ``ignored_parameters``. ignored: by
+    name."""
     name_of = {id(parameter): name for name, parameter in ignored.items()}
     for number, group in enumerate(groups):
         for parameter in group["params"]:
@@ -319,7 +322,7 @@ def check_not_ignored(ignored: Mapping[str, Tensor], groups: list[dict[str, Any]
 
 
 def check_owned(model: nn.Module, groups: list[dict[str, Any]]) -> None:
-    """``UsageError`` for a parameter of ``groups`` that is not one of ``model``'s."""
+    """Raise ``UsageError`` for a parameter of ``groups`` that does not belong to ``model``."""
     owned = {id(parameter) for parameter in model.parameters()}
     for number, group in enumerate(groups):
         for position, parameter in enumerate(group["params"]):

@@ -1,11 +1,11 @@
-"""Sums over whole parameters out of the slices of all ranks, for the optimizers whose step needs them.
+"""Sums over whole parameters, computed from the slices of all ranks, for the optimizers whose step needs them.
 
-Owns: who adds up what, how many sums a parameter has, and the messages. Must not know: what is done with them.
+Owns: who adds up what, how many sums a parameter has, and the messages. Must not know: the use of the sums.
 
-[Note: Owners of sums] Each rank adds up what it has of a parameter, exactly (``kernels.factored``), and sends that to
-the parameter's owner, 16 bytes for a sum; the owner adds what the ranks have sent, and sends the sums to all, 8 bytes
-each. Both are one message for all parameters, each time that sums are asked for. Where every rank steps everything
-nothing is sent: the sums are the same.
+[Note: Owners of sums] Each rank adds up its slices of a parameter, exactly (``kernels.factored``), and sends the result
+to the parameter's owner, 16 bytes for a sum. The owner adds the received parts and sends the sums to all, 8 bytes each.
+Both are one message for all parameters, each time that sums are computed. If every rank steps everything, nothing is
+sent: all ranks compute the same sums.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from shardengine.sharding import Layout, ParameterSpec
 from shardengine.stages import Placement
 
 _SUM, _PARTIAL = 8, 16
-"""Bytes of a sum, and of what a rank has of one."""
+"""Bytes of a sum, and of a rank's part of one."""
 _MADE, _OF_CUT, _OF_SCATTERED = 64, 12, 48
-"""Bytes at one moment: per sum while new states are made of it; per element of a cut; and of a parameter whose rows are
-scattered, in fp64 and twice."""
+"""Peak bytes: per sum while new states are computed from it; per element of a cut; per element of a parameter whose
+rows are scattered (fp64 copies)."""
 Read = Callable[[int, bool], AbstractContextManager[tuple[Mapping[str, Tensor], Tensor | None]]]
-"""Lends what this rank keeps of a bucket, by its number, gradient included, and the factor of that. The flag: weights
-included."""
+"""Lends this rank's tensors of a bucket, by its number, gradient included, and the gradient's factor. The flag:
+weights included."""
 
 
 def plan_of(layout: Layout, groups: int, state: Placement) -> Plan:
-    """Who steps, and who owns what. groups: number of the optimizer's."""
+    """Return who steps and who owns each parameter. groups: number of the optimizer's groups."""
     return Plan(layout, [True] * groups, state, work=sums_of)
 
 
 def sums_of(spec: ParameterSpec) -> int:
-    """Sums of a parameter: of its rows, its columns, and one more."""
+    """Return the number of sums of a parameter: those of its rows, of its columns, and one more."""
     form = Factored(spec.shape, spec.order)
     return form.all_rows + form.all_columns + 1
 
 
 def bytes_sent(plan: Plan, rank: int) -> int:
-    """Bytes that ``rank`` sends in a step in which every parameter has a gradient: for its sums, and one more."""
+    """Return the bytes that ``rank`` sends in a step if every parameter has a gradient: for its sums, and one more."""
     if plan.replicated:
         return 0
 
@@ -58,7 +58,7 @@ def bytes_sent(plan: Plan, rank: int) -> int:
 
 
 def bytes_on_way(plan: Plan, rank: int) -> int:
-    """Bytes that both messages take on ``rank`` at one moment, at most."""
+    """Return the peak bytes of both messages on ``rank``."""
 
     def length_of(number: int) -> int:
         return sums_of(plan.specs[number])
@@ -71,8 +71,11 @@ def bytes_on_way(plan: Plan, rank: int) -> int:
 
 
 def bytes_of_largest(plan: Plan, rank: int) -> int:
-    """Bytes that ``rank`` takes for one parameter at one moment, at most: what is made of its sums, or of its gradient,
-    of which a cut is there with its factor and as a direction, and all of it where its rows are scattered."""
+    """Return the peak bytes that ``rank`` needs for a single parameter.
+
+    These are the new states computed from its sums, and copies of its gradient: of a cut, times the factor and as a
+    direction, and of the whole gradient if the parameter's rows are scattered.
+    """
     sums = max((_MADE * sums_of(spec) for spec in plan.specs.values()), default=0)
     cuts = max((cut.length for number in plan.specs for cut in plan.cuts(number, rank)), default=0)
     scattered = [spec.numel for spec in plan.specs.values() if Factored(spec.shape, spec.order).scattered]
@@ -80,7 +83,7 @@ def bytes_of_largest(plan: Plan, rank: int) -> int:
 
 
 class Sums:
-    """Those of one step, see ``WholeSums``. numbers: of the parameters that it steps, the same on every rank."""
+    """The sums of one step, see ``WholeSums``. numbers: of the parameters that it steps, the same on every rank."""
 
     def __init__(self, plan: Plan, collectives: Collectives, numbers: Sequence[int], read: Read) -> None:
         self._plan = plan
@@ -121,7 +124,7 @@ class Sums:
         return dict(zip(numbers, full.split([lengths[number] for number in numbers]), strict=True))
 
     def _collect(self, parts: Mapping[int, Tensor], lengths: Mapping[int, int]) -> dict[int, Tensor]:
-        """The sums of what this rank owns."""
+        """Return the sums of the parameters that this rank owns."""
         plan, ranks = self._plan, range(self._ranks)
         mine = [n for n in self.numbers if plan.owners[n] == self._rank]
         sent = [[n for n in self.numbers if plan.owners[n] == rank and n in parts] for rank in ranks]

@@ -1,12 +1,13 @@
-"""What torch's functions and users attach to an optimizer, or ask of it: hooks, and ``optimizer.state``.
+"""Hooks and ``optimizer.state``: the interface that torch's functions and users expect of an optimizer.
 
-Owns: when hooks are called, and with which optimizer; what a look at ``state`` finds. Must not know: how a step is
-done, what a state dict holds.
+Owns: when hooks are called, and the optimizer passed to them; the entries of ``state``. Must not know: how a step is
+done, the contents of a state dict.
 
-[Note: Once per step] Torch calls a step's hooks around ``optimizer.step()``. Here a step has several calls (one per
-micro-batch, of ``engine.step()`` or ``optimizer.step()``) and one update, so the engine calls them around that:
-pre hooks when the gradients are complete, also of a step that is skipped then, because they may change what decides
-that; post hooks after an update that was applied, for which the host waits, before a scheduler is stepped.
+[Note: Once per step] Torch calls a step's hooks around ``optimizer.step()``. Here a step has several calls (one
+``engine.step()`` or ``optimizer.step()`` per micro-batch) and one update. So the engine calls the hooks around the
+update. Pre hooks run when the gradients are complete, even if the step is then skipped, because they may change the
+gradients that decide it. Post hooks run after an update that was applied, before a scheduler is stepped; the host waits
+for the verdict.
 """
 
 from __future__ import annotations
@@ -22,25 +23,25 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from shardengine.errors import UsageError
 
 _Hooked = Sequence[torch.optim.Optimizer]
-"""The optimizers whose hooks count; torch's global ones are given the last of them."""
+"""The optimizers whose hooks are called; torch's global hooks are called with the last of them."""
 
 
 def pre_hooks(optimizers: _Hooked) -> Iterator[tuple[torch.optim.Optimizer, Any]]:
-    """Whom to call before an update, with which optimizer."""
+    """Yield the hooks to call before an update, each with its optimizer."""
     yield from ((optimizers[-1], hook) for hook in list(_global_optimizer_pre_hooks.values()))
     for each in optimizers:
         yield from ((each, hook) for hook in list(each._optimizer_step_pre_hooks.values()))
 
 
 def post_hooks(optimizers: _Hooked) -> Iterator[tuple[torch.optim.Optimizer, Any]]:
-    """Whom to call after it."""
+    """Yield the hooks to call after an update, each with its optimizer."""
     for each in optimizers:
         yield from ((each, hook) for hook in list(each._optimizer_step_post_hooks.values()))
     yield from ((optimizers[-1], hook) for hook in list(_global_optimizer_post_hooks.values()))
 
 
 def before_update(optimizers: _Hooked) -> None:
-    """Call the pre hooks. UsageError where one wants the step to have other arguments: it has none here."""
+    """Call the pre hooks. Raise UsageError if one returns other arguments for the step, which takes none."""
     for optimizer, hook in pre_hooks(optimizers):
         given: tuple[Any, dict[str, Any]] = ((optimizer,), {})
         result = hook(optimizer, *given)
@@ -58,12 +59,12 @@ def after_update(optimizers: _Hooked) -> None:
 
 
 def name_of(hook: Any) -> str:
-    """For messages."""
+    """Return the name of a hook for messages."""
     return str(getattr(hook, "__qualname__", type(hook).__qualname__))
 
 
 def refuse_pre_hooks(optimizers: _Hooked) -> None:
-    """``UsageError`` where there is one, and buckets are stepped before it could be called."""
+    """Raise ``UsageError`` if there is a pre hook: buckets are stepped before it could be called."""
     for _, hook in pre_hooks(optimizers):
         raise UsageError(
             f"the pre hook {name_of(hook)} of the optimizer's step cannot be called before the update, because buckets "
@@ -72,7 +73,7 @@ def refuse_pre_hooks(optimizers: _Hooked) -> None:
 
 
 def around_state_dict(optimizers: _Hooked, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The dict that ``make`` returns, with torch's hooks before and, where this rank has it, after that."""
+    """Return the dict that ``make`` returns; call torch's hooks before it and, if this rank has the dict, after it."""
     for each in optimizers:
         for before in list(each._optimizer_state_dict_pre_hooks.values()):
             before(each)
@@ -84,7 +85,7 @@ def around_state_dict(optimizers: _Hooked, make: Callable[[], dict[str, Any]]) -
 
 
 def around_load(optimizers: _Hooked, given: Any, load: Callable[[Mapping[str, Any]], None]) -> None:
-    """``load`` what torch's hooks make of ``given``, where this rank has it; and those after that."""
+    """Call ``load`` with ``given`` as changed by torch's pre hooks, if this rank has it; then call the post hooks."""
     if isinstance(given, dict) and given:
         given = given.copy()
         for each in optimizers:
@@ -101,10 +102,11 @@ def _or(result: Any, given: Any) -> Any:
 
 
 class StatesElsewhere(defaultdict[Tensor, Any]):
-    """``optimizer.state`` of sharded states: empty to look at, and a parameter's entry knows its keys alone.
+    """``optimizer.state`` of sharded states: it has no entries.
 
-    ``torch.distributed.checkpoint.state_dict`` asks whether there is a state before it wants all of it (and would take
-    a step where there is none). There is one, and the next ``state_dict()`` is told that it was asked for.
+    The entry of a parameter gives only the names of its states. ``torch.distributed.checkpoint.state_dict`` checks that
+    there is a state before it requests all of it (and takes a step if there is none). So this dict is always true, and
+    records the check for the next ``state_dict()``.
     """
 
     def __init__(self, names_of: Callable[[Tensor], Sequence[str]]) -> None:
@@ -117,7 +119,7 @@ class StatesElsewhere(defaultdict[Tensor, Any]):
         return True
 
     def take_request(self) -> bool:
-        """Whether somebody has asked since this was called last."""
+        """Whether the state was checked since the last call."""
         asked, self._asked = self._asked, False
         return asked
 
@@ -129,7 +131,7 @@ class StatesElsewhere(defaultdict[Tensor, Any]):
 
 
 class _Names(dict[str, Any]):
-    """The keys of a parameter's states, whose values are sharded."""
+    """The names of a parameter's states, whose values are sharded."""
 
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__(dict.fromkeys(names))

@@ -1,5 +1,5 @@
-"""The update of one bucket, on whichever device its tier has it stepped. Owns: which buckets an update has
-done, and which elements are stepped together.
+"""The update of one bucket, on the device that its states are stepped on. Owns: which buckets an update has done, and
+which elements are stepped together.
 
 Must not know: param_groups, the norm, the order of buckets.
 """
@@ -24,17 +24,18 @@ from shardengine.optim.loss_scale import LossScaler
 from shardengine.sharding import MASTER, Bucket, Layout, Precision
 
 _UNDER_WAY = 2
-"""Buckets whose weights are on their way while the next one is stepped."""
+"""Buckets whose weights may be in flight while the next one is stepped."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the config says about steps.
+    """The settings of the config about steps.
 
     max_norm: 0 for no clipping · norm_type: the order of that norm · max_value: of an element's magnitude, 0 for no
-    clipping · seed: of stochastic rounding, None for none · scaler: of the loss, and of which steps
-    are skipped; None: none is · fp16: what overflows in it is one · in_backward: offloaded buckets are stepped as soon
-    as its gradient is complete · decay: of moving averages of the weights, None: there are none.
+    clipping · seed: of stochastic rounding, None for none · scaler: of the loss; it decides which steps are skipped;
+    None: none is · fp16: whether training is in fp16; a NaN norm then counts as an overflow · in_backward: offloaded
+    buckets are stepped as soon as their gradients are complete · decay: of moving averages of the weights; None: there
+    are none.
     """
 
     max_norm: float = 0.0
@@ -48,7 +49,7 @@ class Settings:
 
     @classmethod
     def of(cls, config: Config, which: Precision) -> Settings:
-        """which: the config's."""
+        """Return the settings of ``config``. which: its precision."""
         in_backward = config.zero_optimization.offload_optimizer.step_in_backward
         scaler = None if which.scaling is None else LossScaler(which.scaling)
         return cls(
@@ -68,10 +69,10 @@ Part = tuple[Action, Spans]
 
 
 class Verdict:
-    """Whether a step was applied. The device knows that in the update; the host, when it asks.
+    """Whether a step was applied. The device decides it in the update; the host knows it when it asks.
 
     squares: of the norm of each parameter's gradient, fp64 [parameters] on the device; None: not known · is_late:
-    whether the host would wait for it, which is the same on every rank.
+    whether the host would have to wait for the verdict, which is the same on every rank.
     """
 
     def __init__(self, skipped: Fetched | None, squares: Tensor | None, *, is_late: bool = False) -> None:
@@ -82,19 +83,19 @@ class Verdict:
 
     @functools.cached_property
     def applied(self) -> bool:
-        """Whether it was; the host waits for what the device was given before the update, and for no more."""
+        """Whether it was applied; the host waits only for the device's work that precedes the update."""
         return self._skipped is None or not bool(self._skipped.get())
 
 
 @dataclass
 class Update:
-    """The update of the window's step: what it is done with and which buckets are, so that ``reset()`` can finish it.
+    """The update of the window's step: its inputs and its progress, so that ``reset()`` can finish it.
 
     max_norm: to clip this one to, None for the configured value · norm_type: the order of its norm, likewise · scalars,
-    on the device: "factor", what gradients are multiplied with, and "skip", whether it is skipped because the norm is
-    not finite; None: nothing, no · verdict: the latter for the host · touched: whose step counts have advanced ·
-    stepped: whole buckets that are done, weights included · settled: whether the host has acted on the verdict ·
-    returned: what came back from the owners of whole matrices, by bucket; None: they have not been asked
+    on the device: "factor" of the gradients (None: 1), and "skip", whether the step is skipped because the norm is not
+    finite (None: no) · verdict: on "skip", for the host · touched: the parameters whose step counts have advanced ·
+    stepped: the number of buckets that are done, weights included · settled: whether the host has acted on the verdict
+    · returned: results from the owners of whole matrices, by bucket; None: they have not been requested
     """
 
     max_norm: float | None = None
@@ -108,44 +109,44 @@ class Update:
     _moved: dict[torch.device, dict[str, Tensor | None]] = field(default_factory=dict)
 
     def begin(self, touched: frozenset[int], *, factor: Tensor | None, skip: Tensor | None, verdict: Verdict) -> None:
-        """The step begins."""
+        """Begin the step."""
         self.touched = touched
         self.scalars = {"factor": factor, "skip": skip}
         self.verdict = verdict
         self._moved.clear()
 
     def take_returned(self, returned: dict[int, Tensor]) -> None:
-        """All that the owners of matrices send has come: nothing else of this update depends on another rank."""
+        """Store all results from the owners of matrices: nothing else of this update depends on another rank."""
         self.returned = returned
 
     def given(self, bucket: int) -> dict[str, Tensor]:
-        """Of that what bucket number ``bucket`` is stepped with, for its actions."""
+        """Return the part of those results for the actions of bucket number ``bucket``."""
         found = (self.returned or {}).get(bucket)
         return {} if found is None else {UPDATE: found}
 
     def bucket_stepped(self) -> None:
-        """One bucket more is done, weights included."""
+        """Record that one more bucket is done, weights included."""
         if self.returned is not None:
             self.returned.pop(self.stepped, None)
         self.stepped += 1
 
     def settle(self) -> bool:
-        """Whether it was applied; from now on that is acted on."""
+        """Return whether the step was applied, and record that the host acts on it."""
         applied = self.verdict.applied
         self.settled = True
         return applied
 
     def clip_by(self, norm_type: float) -> None:
-        """This one's norm is of another order."""
+        """Use a norm of another order for this step."""
         self.norm_type = norm_type
 
     def clip_to(self, max_norm: float) -> None:
-        """Clip this one to ``max_norm``; what was made of the gradient before is void."""
+        """Clip this step to ``max_norm``; results computed from the gradient before are dropped."""
         self.max_norm = max_norm
         self.returned = None
 
     def scalars_on(self, device: torch.device) -> dict[str, Tensor | None]:
-        """The scalars where a bucket is stepped: moved once, because that waits for the other device."""
+        """Return the scalars on ``device``. They are moved once, because a move waits for the other device."""
         if device not in self._moved:
             moved = {name: None if value is None else value.to(device) for name, value in self.scalars.items()}
             self._moved[device] = moved
@@ -154,8 +155,8 @@ class Update:
 
 @dataclass(frozen=True)
 class Work:
-    """What is done to a bucket. parts: to the weights · before, after: beside that, to states alone · given: what else
-    the actions read, by name."""
+    """The actions of a step on a bucket. parts: on weights and states · before, after: on states alone · given: other
+    tensors that the actions read, by name."""
 
     parts: Sequence[Part]
     before: Sequence[Part] = ()
@@ -163,14 +164,16 @@ class Work:
     given: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-def step_bucket(state: GradientBucket, work: Work, update: Update, way: CopyQueue, tear: Callable[[], None]) -> None:
-    """Step what this rank holds of a bucket, part by part, where its states are computed on; then the weights follow.
+def step_bucket(
+    bucket_grad: GradientBucket, work: Work, update: Update, way: CopyQueue, tear: Callable[[], None]
+) -> None:
+    """Step this rank's part of a bucket, part by part, on the device of its states; then copy the weights back.
 
-    way: back, of weights that are kept on another device than that · tear: called when the first element is about to be
+    way: copies weights that are kept on another device than the states · tear: called just before the first element is
     written.
     """
-    with state.gradient_to_step() as gradient:
-        rewrite_bucket(state.bucket, work, {"gradient": gradient, **work.given}, update.scalars_on, way, tear)
+    with bucket_grad.gradient_to_step() as gradient:
+        rewrite_bucket(bucket_grad.bucket, work, {"gradient": gradient, **work.given}, update.scalars_on, way, tear)
 
 
 def rewrite_bucket(
@@ -181,7 +184,8 @@ def rewrite_bucket(
     way: CopyQueue,
     tear: Callable[[], None] = lambda: None,
 ) -> None:
-    """``step_bucket`` with what is ``given`` beside the weights and states: a gradient, or nothing."""
+    """Do ``work`` on a bucket. given: tensors in addition to the weights and states: a gradient, or none. See
+    ``step_bucket``."""
     store = bucket.state_store
     with store.checkout() as held:
         flats, apart, low, has_master = {**held, **given}, bucket.is_stepped_apart, None, MASTER in held
@@ -191,7 +195,7 @@ def rewrite_bucket(
         if has_master:
             flats["weight"], low = flats.pop(MASTER), near
             if bucket.writes_file:
-                near.copy_(flats["weight"])  # what no group steps stays as it was
+                near.copy_(flats["weight"])  # elements that no group steps keep their values
         else:
             flats["weight"] = near
             if apart and store.away:
@@ -212,25 +216,25 @@ def rewrite_bucket(
 
 
 def compute(flats: dict[str, Tensor], work: Work, low: Tensor | None, scalars: dict[str, Tensor | None]) -> None:
-    """The actions of a bucket, on the device of ``flats`` (as ``kernels.update`` has them). low: takes the weights."""
+    """Run the actions of a bucket on the device of ``flats`` (as in ``kernels.update``). low: receives the weights."""
     copied = low is not None and flats["weight"].dtype is not torch.float32
     if low is not None and not copied:
         flats["low"] = low
     for action, spans in (*work.before, *work.parts, *work.after):
         action(flats, spans, **scalars)
-    if low is not None and copied:  # what was rounded at random must not be rounded again
+    if low is not None and copied:  # weights that were rounded at random must not be rounded again
         low.copy_(flats["weight"])
 
 
 def written(low: Tensor, target: Tensor, parts: Sequence[Part]) -> list[tuple[Tensor, Tensor]]:
-    """What ``parts`` have written to ``low``, and its place in ``target``."""
+    """Return the slices of ``low`` that ``parts`` have written, each with its place in ``target``."""
     return [(low[s.start : s.end], target[s.start : s.end]) for _, spans in parts for s in spans]
 
 
 def send(pairs: Sequence[tuple[Tensor, Tensor]], low: Tensor, way: CopyQueue, *, from_host: bool) -> Done:
-    """The first of each pair, a part of ``low``, goes to the second; then ``low`` goes back to the pool.
+    """Copy the first of each pair, a part of ``low``, to the second; then return ``low`` to the pool.
 
-    Returns the end of that. What comes from the host is used behind it on the device.
+    Return the end of the copies. If ``from_host``, the device's later work waits for them.
     """
     ends = way.send(pairs, low)
     for end in ends if from_host else ():
@@ -247,13 +251,13 @@ def is_set(flag: Tensor | None) -> bool:
 Label = tuple[int, int]
 """A parameter group and a step count."""
 _PATTERNS = 4
-"""Ways to cut that are remembered: of what was stepped last, of everything (``step_in_backward``), of what is averaged,
-and of what is averaged from now on."""
+"""Patterns that are cached: of the last step, of a step of everything (``step_in_backward``), of the averaged
+parameters, and of those whose average begins."""
 
 
 class Segments:
-    """Cuts what this rank steps of ``buckets`` into spans of one label. numbered: each element has a number of its own,
-    so that spans are of single parameters."""
+    """Cuts this rank's part of ``buckets`` into spans that have one label. numbered: each element has a number of its
+    own, so spans lie in single parameters."""
 
     def __init__(self, layout: Layout, buckets: Sequence[Bucket], *, numbered: bool) -> None:
         self._layout = layout
@@ -262,9 +266,9 @@ class Segments:
         self._made: dict[tuple[Label | None, ...], list[dict[Label, Spans]]] = {}
 
     def of(self, labels: Sequence[Label | None]) -> list[dict[Label, Spans]]:
-        """Per bucket, its spans by label. labels: per parameter of the layout, None for what is not stepped.
+        """Return the spans by label, per bucket. labels: per parameter of the layout; None for one that is not stepped.
 
-        Labels change every step, the differences between their counts, and so the spans, almost never.
+        Labels change with every step, but the differences between their counts, and so the spans, almost never.
         """
         base = min((label[1] for label in labels if label is not None), default=0)
         pattern = tuple(None if label is None else (label[0], label[1] - base) for label in labels)
