@@ -153,7 +153,7 @@ def measure() -> tuple[GroupSpeed, GroupSpeed, bool]:
     collectives = Collectives(made, BufferPool(made.platform), direct=made.backend != "nccl")
     try:
         speeds = measure_reduction(collectives, torch.float32), measure_gathers(collectives, torch.float32)
-        return *speeds, made.platform.is_apart
+        return *speeds, made.platform.has_own_memory
     finally:
         made.destroy()
 

@@ -151,7 +151,7 @@ def _come_to_rest(engine: Inspection) -> None:
     core = engine._core
     core.await_weights()
     core.schedule.reshard_all()
-    core.reducer.release()
+    core.reducer.discard()
     if engine.optimizer is not None:
         engine.optimizer.await_reader()
     for store in (store for unit in core.units for store in unit.stores()):

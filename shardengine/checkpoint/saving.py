@@ -4,7 +4,7 @@ Must not know: the format of tensor files, how ranks synchronize.
 
 1. directory   rank 0 creates an empty directory beside the checkpoints
 2. files       every rank writes its tensors to one file, and its entry of the index to another
-3. index       rank 0 combines these entries to the index, removes them, and renames the directory
+3. index       rank 0 combines these entries into the index, removes them, and renames the directory
 """
 
 from __future__ import annotations

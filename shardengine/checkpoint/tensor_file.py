@@ -106,7 +106,7 @@ class Stream:
         device that holds the data.
         """
         self.chunks: list[int] = []
-        self._ahead = int(platform.is_apart)
+        self._ahead = int(platform.has_own_memory)
         count = _BLOCKS + self._ahead
         self._blocks = list(platform.host_buffer(count * _BLOCK_CHUNKS * CHUNK_BYTES, pinned=True).chunk(count))
         self._stream = platform.saves

@@ -251,7 +251,7 @@ class Collectives:
 
         One message on the CPU. On a GPU the values travel on their own, and the host does not wait for them.
         """
-        if not self.mesh.platform.is_apart:
+        if not self.mesh.platform.has_own_memory:
             rows = self.exchange(torch.cat([values.view(torch.uint8), payload]), what)
             head, tail = rows.split([values.nbytes, payload.numel()], dim=1)
             return head.reshape(-1).clone().view(torch.float64).view(self.mesh.ranks, values.numel()), tail

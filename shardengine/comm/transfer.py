@@ -256,13 +256,13 @@ class AllGather(Transfer):
                 rank, ranks = self._fabric.mesh.place_on(axis)
                 number, count = number * ranks + rank, count * ranks
         parts = full.chunk(count)
-        messages = pool.take(count * coding.bytes_of(parts[0].numel()), torch.uint8)
+        messages = pool.acquire(count * coding.bytes_of(parts[0].numel()), torch.uint8)
         coding.encode(parts[number], 1, messages.chunk(count)[number])
 
         def decode() -> None:
             for message, part in zip(messages.chunk(count), parts, strict=True):
                 coding.decode(message, part)
-            pool.give(messages)
+            pool.release(messages)
 
         size = messages.numel()
         if size not in self._coded:
@@ -301,7 +301,7 @@ class Slices:
         """By each rank."""
 
     def _take(self, length: int, dtype: torch.dtype) -> Tensor:
-        self._taken.append(self._pool.take(length, dtype))
+        self._taken.append(self._pool.acquire(length, dtype))
         return self._taken[-1]
 
     def begin(self, mesh: Mesh, group: dist.ProcessGroup | None) -> list[dist.Work]:
@@ -324,7 +324,7 @@ class Slices:
     def give(self) -> None:
         """Give the memory back to the pool, but not that of ``full``."""
         for buffer in self._taken:
-            self._pool.give(buffer)
+            self._pool.release(buffer)
 
 
 class ReduceScatter(Transfer):
@@ -388,8 +388,8 @@ class ReduceScatter(Transfer):
         fabric, mesh, pool = self._fabric, self._fabric.mesh, self._fabric.pool
         of_ranks = mesh.shard_groups[groups] if mesh.replicas > 1 else mesh.node_groups
         size, length = mesh.ranks // groups, full.numel() // mesh.ranks
-        packed = full if mesh.replicas > 1 else pool.take(full.numel(), full.dtype)  # by place, then by group
-        summed, coding = pool.take(groups * length, fabric.reduce_dtype), options.coding
+        packed = full if mesh.replicas > 1 else pool.acquire(full.numel(), full.dtype)  # by place, then by group
+        summed, coding = pool.acquire(groups * length, fabric.reduce_dtype), options.coding
         spent = None if packed is full else full  # it was packed
         near = Slices(pool, packed, size, coding, direct=self._direct, into=spent) if size > 1 else None
         again = coding if coding is None or near is None else coding.again
@@ -418,7 +418,7 @@ class ReduceScatter(Transfer):
                 slices.give()
             for buffer in (summed, options.earlier, packed if packed is not full else None):
                 if buffer is not None:
-                    pool.give(buffer)
+                    pool.release(buffer)
 
         def second() -> Work:
             return fabric.ledger.start(self._collective(GroupName.ACROSS, far.bytes_sent), across, sum_terms)

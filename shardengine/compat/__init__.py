@@ -1,6 +1,6 @@
-"""Doors for scripts and frameworks that know another engine: that engine's names, over this one.
+"""The APIs of other engines, implemented with this one, for scripts and frameworks that use them.
 
 deepspeed  ``import shardengine.compat.deepspeed as deepspeed``, or `shardengine run --as-deepspeed script.py`
 
-Nothing imports these packages but the command that runs scripts. Must not know: the engine behind its public surface.
+Only the command that runs scripts imports these packages. Must not know: engine internals.
 """

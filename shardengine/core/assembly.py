@@ -223,7 +223,7 @@ def _choose_sizes(config: Config, stage: stages.Stage, found: Partition, collect
         wire = rules_of(config, stage, 1).wire or getattr(torch, most)
         collectives.prepare([wire])
         reduction = measure_reduction(collectives, wire)
-        count, apart = sum(spec.numel for spec in trained), collectives.mesh.platform.is_apart
+        count, apart = sum(spec.numel for spec in trained), collectives.mesh.platform.has_own_memory
         bucket = bucket_elements(reduction, count, wire.itemsize, apart=apart)
     if collectives.mesh.ranks > 1 and gathers:
         most = Counter(spec.dtype for spec in found.specs).most_common(1)[0][0]
@@ -398,7 +398,7 @@ def _free_bytes(platform: Platform, found: Partition) -> int:
 
     ``ConfigError`` for a CPU, whose memory is the host's.
     """
-    if not platform.is_apart:
+    if not platform.has_own_memory:
         raise ConfigError(
             'zero_optimization.offload_optimizer.device_memory: expected a number of bytes beside "ratio": "auto", '
             "got null, and the device is a CPU, whose memory is the host's as well: say what the device's part may be"

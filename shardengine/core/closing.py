@@ -88,7 +88,7 @@ def dissolve(core: Core, model: nn.Module, *, restore: bool = True, ends_groups:
         last.callback(core.attachments.unmark)
         last.callback(core.collectives.failures.close)
         last.callback(core.pool.forget)
-        last.callback(core.reducer.drop)
+        last.callback(core.reducer.abandon)
         try:
             if alone and ends_groups and core.mesh.owned:
                 core.mesh.break_off(alone)  # before anything here waits for the device
@@ -108,7 +108,7 @@ def dissolve(core: Core, model: nn.Module, *, restore: bool = True, ends_groups:
         if alone:
             _log.warning("%s", alone)
             return
-        core.reducer.release()  # what is in flight after a failure may have no end but the timeout
+        core.reducer.discard()  # what is in flight after a failure may have no end but the timeout
         orderly = True
 
 

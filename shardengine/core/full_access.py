@@ -327,7 +327,7 @@ def _read(core: Core, sources: list[_Source], wanted: Mapping[str, ParameterSpec
     full: FullTensors = {}
     for source in sources:
         bucket, held = source.bucket, source.held
-        with gathered(core, bucket, held, bucket.state, Purpose.WHOLE_STATE, source.dtype) as slices:
+        with gathered(core, bucket, held, bucket.state_placement, Purpose.WHOLE_STATE, source.dtype) as slices:
             join(slices, full, wanted, bucket.full.device)
     return full
 

@@ -37,7 +37,7 @@ def gathered(
     lent = (
         length == layout.length
     )  # a buffer as long as the step's; one of another length would stay in the pool for good
-    full = core.pool.take(length, dtype) if lent else bucket.full.new_empty(length, dtype=dtype)
+    full = core.pool.acquire(length, dtype) if lent else bucket.full.new_empty(length, dtype=dtype)
     slices = full.view(holders, len(tensors), count)
     for own, tensor in zip(slices[layout.slice_number(placement, bucket.rank)], tensors.values(), strict=True):
         own.copy_(tensor)
@@ -49,4 +49,4 @@ def gathered(
         )
     finally:
         if lent:
-            core.pool.give(full)
+            core.pool.release(full)

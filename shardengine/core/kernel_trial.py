@@ -64,7 +64,7 @@ class KernelTrial:
         """kind: the optimizer's name, None for none · states: what it stores of each element."""
         mesh = collectives.mesh
         which = precision.of(config)
-        leaves = config.zero_optimization.offload_optimizer.device != "none" and mesh.platform.is_apart
+        leaves = config.zero_optimization.offload_optimizer.device != "none" and mesh.platform.has_own_memory
         clips = bool(config.gradient_clipping) or which.scales_loss
         several = (config.gradient_accumulation_steps or 1) > 1
         summed = (collectives.is_direct, collectives.nodes)

@@ -33,7 +33,7 @@ def offload(
     core.await_weights()
     core.schedule.reshard_all()
     core.adopt_written_weights()
-    core.reducer.release()
+    core.reducer.discard()
     with torch.inference_mode(False), torch.no_grad():  # what is made here outlives the caller's mode
         _move_to_host(core, module, wanted, pinned=pinned)
     core.pool.clear()

@@ -117,7 +117,7 @@ def _gather(core: Core, optimizer: ShardedOptimizer, names: set[str]) -> FullTen
         if core.precision.master_dtype(bucket.full.dtype) is None:
             del held[WEIGHT]
         if held:
-            with gathered(core, bucket, held, bucket.state, Purpose.WHOLE_STATE, torch.float32) as slices:
+            with gathered(core, bucket, held, bucket.state_placement, Purpose.WHOLE_STATE, torch.float32) as slices:
                 join((part for part in slices if part.name in specs), full, specs, HOST)
     return full
 
@@ -151,7 +151,7 @@ def load(core: Core, optimizer: ShardedOptimizer, given: Mapping[str, Any]) -> N
     core.await_weights()
     core.adopt_written_weights()
     core.schedule.reshard_all()
-    core.reducer.release()
+    core.reducer.discard()
     optimizer.await_reader()
     optimizer.end_window()
     core.step_state.lose()

@@ -260,7 +260,7 @@ def _has_room(core: Core) -> bool:
     """Whether every rank's device could hold the weights of the largest unit twice more, and errors of a communication
     hook once more; collective on a device."""
     platform = core.mesh.platform
-    if not platform.is_apart:
+    if not platform.has_own_memory:
         return True
     platform.free_cached()
     largest = max(sum(flat.layout.length * flat.layout.itemsize for flat in unit.flat_buffers) for unit in core.units)
@@ -292,7 +292,7 @@ def _carry_out(core: Core, model: nn.Module, config: Config, planned: _Planned, 
     core.await_weights()
     core.schedule.reshard_all()
     core.schedule.detach()
-    core.reducer.release()
+    core.reducer.discard()
     core.attachments.unhook()
     with torch.no_grad():
         past = _Past(
@@ -375,7 +375,7 @@ def _move_states(
         kept = Targets(
             s for b in taking for s in slices_of(plan, b.layout, b.state_interval, b.state_store.tensors(writable=True))
         )
-        _carry(core, given, given.state_store.tensors(), given.state, kept, past)
+        _carry(core, given, given.state_store.tensors(), given.state_placement, kept, past)
         given.state_store.drop()
     for bucket in buckets:
         begin(bucket)

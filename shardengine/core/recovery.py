@@ -272,7 +272,7 @@ def reset(core: Core, optimizer: ShardedOptimizer | None, steps: int) -> Return:
             core.step_state.lose()
         else:
             core.step_state.restart()
-    core.reducer.drop()
+    core.reducer.abandon()
     core.pool.forget()
     if in_flight and not stuck:
         core.publish(bucket_grad.bucket for bucket_grad in core.reducer.buckets)

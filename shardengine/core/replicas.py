@@ -87,8 +87,8 @@ def _averaged(core: Core, optimizer: ShardedOptimizer, buckets: Iterable[Bucket]
 def _take_means(core: Core, bucket: Bucket, held: Sequence[Tensor]) -> None:
     """Each of ``held``, the group's slice, becomes the mean over groups."""
     layout, move, platform = bucket.layout, core.collectives.move, core.mesh.platform
-    away = bucket.state_store.away and platform.is_apart  # where no collective reaches it
-    full = [core.pool.take(tensor.numel(), tensor.dtype) for tensor in held] if away else held
+    away = bucket.state_store.away and platform.has_own_memory  # where no collective reaches it
+    full = [core.pool.acquire(tensor.numel(), tensor.dtype) for tensor in held] if away else held
     for loading in [platform.loads.copy(tensor, here) for here, tensor in zip(full, held, strict=True) if away]:
         loading.wait()
 
@@ -105,4 +105,4 @@ def _take_means(core: Core, bucket: Bucket, held: Sequence[Tensor]) -> None:
     for saving in [platform.saves.copy(here, tensor) for here, tensor in zip(full, held, strict=True) if away]:
         saving.wait_on_host()
     for here in full if away else ():
-        core.pool.give(here)
+        core.pool.release(here)

@@ -127,7 +127,7 @@ class Rules:
 class LocalSum:
     """A full-size sum on this rank. ``filled``: the parameters that have a contribution.
 
-    Gradients wait until ``settle`` moves all of them at once, so that a bucket costs one launch.
+    Gradients wait until ``flush`` moves all of them at once, so that a bucket costs one launch.
     """
 
     def __init__(self, bucket: Bucket, layout: Layout, pool: BufferPool) -> None:
@@ -146,19 +146,19 @@ class LocalSum:
         """``gradient``, a whole one as ``flat_gradient`` makes it, waits to be added, or copied where it is the first;
         dtype: of a sum that is begun."""
         if parameter in self._waiting:
-            self.settle(dtype)
+            self.flush(dtype)
         first, end = self._parts[parameter]
         part = gradient if end - first == gradient.numel() else gradient[first:end]
         self._waiting[parameter], self._versions[parameter] = part, part._version
 
-    def settle(self, dtype: torch.dtype) -> Tensor:
+    def flush(self, dtype: torch.dtype) -> Tensor:
         """Move what waits into the sum, zeros where this rank has no gradient. dtype: of a sum that is begun here."""
         waiting, self._waiting = self._waiting, {}
         self._require_unchanged(waiting)
         tensor, place = self.tensor, self._places
         order = [parameter for parameter in place if parameter in waiting]
         if tensor is None:
-            tensor = self.tensor = self._pool.take(self._bucket.layout.length, dtype)
+            tensor = self.tensor = self._pool.acquire(self._bucket.layout.length, dtype)
             flatten(_of_one_dtype([waiting[p] for p in order]), [place[p] for p in order], tensor)
         elif waiting:
             for parameter in waiting.keys() - self.filled:  # its first contribution comes later than others'
@@ -181,19 +181,19 @@ class LocalSum:
 
     @property
     def waiting(self) -> list[Tensor]:
-        """The gradients that wait for ``settle``."""
+        """The gradients that wait for ``flush``."""
         return list(self._waiting.values())
 
-    def hand_over(self) -> Tensor | None:
+    def detach(self) -> Tensor | None:
         """The sum, which is the caller's from now on."""
         tensor, self.tensor = self.tensor, None
         self.filled.clear()
         return tensor
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         """Forget it."""
-        if (tensor := self.hand_over()) is not None:
-            self._pool.give(tensor)
+        if (tensor := self.detach()) is not None:
+            self._pool.release(tensor)
         self._waiting.clear()
 
 
@@ -324,32 +324,32 @@ class GradientBucket:
     @property
     def gradient_interval(self) -> tuple[int, int]:
         """Where ``gradient`` lies in the flat buffer."""
-        placement = self.placed if self.whole is None else self.bucket.state
+        placement = self.placed if self.whole is None else self.bucket.state_placement
         return self.bucket.own[placement]
 
     def name_of(self, parameter: int) -> str:
         """The name of one of the bucket's parameters."""
         return self.names[list(self.pieces).index(parameter)]
 
-    def settle(self, dtype: torch.dtype) -> None:
+    def end_backward(self, dtype: torch.dtype) -> None:
         """A backward is over: move what waits; nothing is ready for the next one. dtype: of a sum begun here."""
         self._restart_delivery()
         for place, begun_in in ((self.partial, dtype), (self.late, torch.float32)):
             if place.waiting:
-                place.settle(begun_in)
+                place.flush(begun_in)
 
     def take_slice(self, dtype: torch.dtype, placement: Placement = Placement.SHARDED) -> Tensor:
         """Memory from the pool for what a rank has of it, where it rests."""
-        return self._pool.take(self.bucket.layout.sizes[placement], dtype, on_host=self._spill is not None)
+        return self._pool.acquire(self.bucket.layout.sizes[placement], dtype, on_host=self._spill is not None)
 
-    def hand_over_total(self, dtype: torch.dtype | None = None) -> Tensor | None:
+    def detach_total(self, dtype: torch.dtype | None = None) -> Tensor | None:
         """``total`` in ``dtype`` (None: as it is), in a buffer of the pool, which is the caller's from now on."""
         total, self.total = self.total, None
         if total is None or dtype is None or total.dtype is dtype:
             return total
-        converted = self._pool.take(total.numel(), dtype)
+        converted = self._pool.acquire(total.numel(), dtype)
         converted.copy_(total)
-        self._pool.give(total)
+        self._pool.release(total)
         return converted
 
     def _sum(
@@ -366,14 +366,14 @@ class GradientBucket:
             then()
             return
         if old is None and (final or (out.dtype is torch.float32 and len(terms) > 1)):
-            here = self._pool.take(out.numel(), out.dtype)
+            here = self._pool.acquire(out.numel(), out.dtype)
             ordered_sum(terms, here, reduce_dtype=rules.reduce, **end)
             if final:
                 self._keep_squares(here, on_host=False)
             self._spill.send([(here, out)], here, then)
             return
         dtype = torch.float32 if len(terms) > 1 else terms[0].dtype
-        here, staged = self._pool.take(out.numel(), dtype), self.take_slice(dtype)
+        here, staged = self._pool.acquire(out.numel(), dtype), self.take_slice(dtype)
         ordered_sum(terms, here, reduce_dtype=rules.reduce)
 
         def join() -> None:
@@ -382,7 +382,7 @@ class GradientBucket:
                 self._keep_squares(out, on_host=True)
             for spent in (staged, old):
                 if spent is not None and spent is not out:
-                    self._pool.give(spent)
+                    self._pool.release(spent)
             then()
 
         self._spill.send([(here, staged)], here, join)
@@ -391,27 +391,27 @@ class GradientBucket:
         """Letters S and SP, not the last micro-batch: add what every rank sent for this slice to ``total``."""
         alone = len(terms) == 1 and terms[0] is self.partial.tensor and not self.leaves
         if self.total is None and alone and self.wire is rules.accumulate:
-            self.total = self.partial.hand_over()  # at one rank it is the total already
+            self.total = self.partial.detach()  # at one rank it is the total already
             return
         old = self.total
         if self.total is None:
             self.total = self.take_slice(rules.accumulate, rules.gradients)
         self._sum(terms, self.total, old, rules)
-        self.partial.drop()
+        self.partial.discard()
 
-    def finish(self, terms: Sequence[Tensor], rules: Rules, then: _Then) -> None:
+    def set_complete(self, terms: Sequence[Tensor], rules: Rules, then: _Then) -> None:
         """The window's last terms: what they add up to is divided, rounded and ``complete``; ``then`` is called."""
         place, old = self._place_for_complete(rules), self.total
         self.complete, self.placed = place, rules.complete
         self._sum(terms, place, old, rules, then)
         if old is not None and old is not place and self._spill is None:
-            self._pool.give(old)
+            self._pool.release(old)
         self.total = None
         partial = self.partial.tensor
         if partial is not None and partial.untyped_storage()._cdata != place.untyped_storage()._cdata:
-            self.partial.drop()
+            self.partial.discard()
 
-    def close(self, rules: Rules) -> None:
+    def complete_from_total(self, rules: Rules) -> None:
         """The window ends without another reduction: ``total`` is all there is."""
         total, self.total = self.total, None
         if total is None:
@@ -420,7 +420,7 @@ class GradientBucket:
         self.complete, self.placed = total if fits else self.take_slice(self.wire, rules.complete), rules.complete
         ordered_sum([total], self.complete, divisor=rules.divisor, rounded=self.wire)
         if not fits:
-            self._pool.give(total)
+            self._pool.release(total)
 
     def _squares_of(self, complete: Tensor) -> list[Tensor]:
         return [sum_of_squares(complete[start:end]) for start, end in self.own.values()]
@@ -428,12 +428,12 @@ class GradientBucket:
     def _keep_squares(self, complete: Tensor, *, on_host: bool) -> None:
         """In memory of the pool, because the stream of a hook is not the one on which they are read."""
         if self.own:
-            self._squares = self._pool.take(len(self.own), torch.float64, on_host=on_host)
+            self._squares = self._pool.acquire(len(self.own), torch.float64, on_host=on_host)
             torch.stack(self._squares_of(complete), out=self._squares)
 
     def _drop_squares(self) -> None:
         if self._squares is not None:
-            self._pool.give(self._squares)
+            self._pool.release(self._squares)
             self._squares = None
 
     def take_squares(self) -> dict[int, Tensor]:
@@ -474,13 +474,13 @@ class GradientBucket:
 
     def make_whole(self) -> Tensor:
         """What this rank steps, in the wire's dtype, with ``complete`` in its slice, ready to be gathered."""
-        whole, complete, state = self.partial.tensor, self.complete, self.bucket.state
+        whole, complete, state = self.partial.tensor, self.complete, self.bucket.state_placement
         if complete is None:
             raise InternalError(f"bucket of {self.names}: its gradient is gathered before it is complete")
         if whole is not None and whole.dtype is self.wire:
             whole = self.bucket.own_slice(whole, state)
         else:
-            whole = self._pool.take(self.bucket.layout.sizes[state], self.wire)
+            whole = self._pool.acquire(self.bucket.layout.sizes[state], self.wire)
             own = self.bucket.own_slice(whole, Placement.SHARDED, of=state)
             own.copy_(complete)
             self.drop_complete()
@@ -519,17 +519,17 @@ class GradientBucket:
         for tensor in (self.whole, self.complete, self.total):
             if tensor is not None and tensor.untyped_storage()._cdata not in given:
                 given.add(tensor.untyped_storage()._cdata)
-                self._pool.give(tensor)
+                self._pool.release(tensor)
         self.complete = self.whole = self.total = None
         self._drop_squares()
-        self.partial.drop()
+        self.partial.discard()
 
-    def release(self) -> None:
+    def discard(self) -> None:
         """Forget the window."""
         self._restart_delivery()
         self._give_fetched()
         self.drop_complete()
-        self.late.drop()
+        self.late.discard()
         self.earlier = None
 
     def storages(self) -> dict[int, tuple[str, int]]:

@@ -226,7 +226,7 @@ class Reducer:
 
     def _new_state(self, bucket: Bucket, layout: Layout, pool: BufferPool) -> GradientBucket:
         away = bucket.state_store.away
-        leaves, spill = away and not self.rules.gathers, self._spill if away and self.platform.is_apart else None
+        leaves, spill = away and not self.rules.gathers, self._spill if away and self.platform.has_own_memory else None
         return GradientBucket(bucket, layout, pool, self.rules.wire or bucket.full.dtype, leaves=leaves, spill=spill)
 
     def follow(self, rules: Rules) -> None:
@@ -309,7 +309,7 @@ class Reducer:
             if not bucket_grad.add_gradient(parameter, gradient, self._dtype_of_partial(bucket_grad)):
                 continue
             if not synchronise:
-                bucket_grad.partial.settle(self._dtype_of_partial(bucket_grad))
+                bucket_grad.partial.flush(self._dtype_of_partial(bucket_grad))
             elif not again:
                 self._note_ready(bucket_grad.bucket.layout.index)
                 self._launch_ready()
@@ -334,7 +334,7 @@ class Reducer:
                     self._note_ready(index)
             self._launch_ready()
 
-    def close(self, unit: int) -> None:
+    def end_unit(self, unit: int) -> None:
         """This backward brings no more gradients of ``unit`` on this rank: what did not come is zero."""
         if self.step_state.phase is not Phase.BACKWARD or not self._mode.synchronise:
             return
@@ -358,11 +358,11 @@ class Reducer:
         if mode.synchronise:
             for index in self._order.left():
                 self._launch(self.buckets[index])
-            self._finish(0)
+            self._complete_flights(0)
             self._adopt_order()
         self._order.restart()
         for bucket_grad in self.buckets:
-            bucket_grad.settle(rules.accumulate)
+            bucket_grad.end_backward(rules.accumulate)
             if mode.final and bucket_grad.complete is None and bucket_grad.total is not None:
                 if rules.ends_across:
                     self._reduce_across(bucket_grad)
@@ -370,10 +370,10 @@ class Reducer:
                 if self.step_state.replicas.step.exchanges:
                     self._exchange_total(bucket_grad)
                     continue
-                bucket_grad.close(rules)
+                bucket_grad.complete_from_total(rules)
                 if rules.gathers:
                     self._fly(self._gather(bucket_grad, bucket_grad.make_whole()))
-        self._finish(0)
+        self._complete_flights(0)
         self.step_state.move(Phase.REDUCED if mode.final and self.buckets else Phase.ACCUMULATED)
 
     def _adopt_order(self) -> None:
@@ -388,20 +388,22 @@ class Reducer:
         self.begin_backward(synchronise=unsent, final=True)
         self.finalize_backward()
 
-    def release(self) -> None:
+    def discard(self) -> None:
         """Forget the window's gradients, also after a backward that raised; buffers stay allocated for the next one."""
         self.views.hide()
         self.early_use.wait()
         self.step_state.drop_gradients()
-        self._finish(0)  # with what follows each reduction, so that every rank has issued the same collectives
+        self._complete_flights(
+            0
+        )  # with what follows each reduction, so that every rank has issued the same collectives
         self._mode = _Mode()
         self._order.restart()
         for bucket_grad in self.buckets:
-            bucket_grad.release()
+            bucket_grad.discard()
         self.used.clear()
         self.touched = frozenset()
 
-    def drop(self) -> None:
+    def abandon(self) -> None:
         """After a failure: forget the window, the order of launches and what is in flight. The pool must, too."""
         self._in_flight.clear()
         self._spill.drop()
@@ -413,7 +415,7 @@ class Reducer:
         self.early_use.forget()
         if self.hook is not None:
             self.hook.start_again()
-        self.release()
+        self.discard()
 
     def gradient_bytes(self) -> Counter[str]:
         """Bytes that hold gradients at this moment, by where; transient buffers of the pool are not included."""
@@ -451,7 +453,7 @@ class Reducer:
             *_, late_anywhere = self._exchange(None, late)
             for bucket_grad in self.buckets:
                 self._join(bucket_grad, late_anywhere, used)
-            self._finish(0)
+            self._complete_flights(0)
             self.used |= self.touched
             values, rows, used = self._exchange_all(payload, self.used)
         self.touched = self._stepped(used)
@@ -530,19 +532,19 @@ class Reducer:
         parameters = late.intersection(bucket_grad.pieces)
         if parameters:
             rules = self._today
-            summed = self._pool.take(bucket_grad.bucket.layout.sizes[rules.complete], torch.float32)
+            summed = self._pool.acquire(bucket_grad.bucket.layout.sizes[rules.complete], torch.float32)
 
             def on_complete(terms: Sequence[Tensor]) -> None:
                 ordered_sum(terms, summed, divisor=rules.divisor, rounded=bucket_grad.wire, reduce_dtype=rules.reduce)
 
-            local = bucket_grad.late.settle(torch.float32)
+            local = bucket_grad.late.flush(torch.float32)
             sent = self._to_wire(bucket_grad, local)
             self._reduce_late(bucket_grad, sent, on_complete).wait()
             bucket_grad.add(parameters, summed)
-            self._pool.give(summed)
+            self._pool.release(summed)
             if sent is not local:
-                self._pool.give(sent)
-            bucket_grad.late.drop()
+                self._pool.release(sent)
+            bucket_grad.late.discard()
         if bucket_grad.earlier is not None:
             bucket_grad.restore_earlier(self.touched, used)
         if bucket_grad.whole is not None:
@@ -567,9 +569,9 @@ class Reducer:
     def _launch(self, bucket_grad: GradientBucket) -> None:
         """Start the reduction of ``partial``, having finished the oldest ones; of rows alone, finish it, too."""
         by_rows = self.sends_rows(bucket_grad.bucket.layout)
-        self._finish(0 if by_rows else MAX_IN_FLIGHT - 1)
+        self._complete_flights(0 if by_rows else MAX_IN_FLIGHT - 1)
         final, rules = self._mode.final, self._today
-        partial = bucket_grad.partial.settle(self._dtype_of_partial(bucket_grad))
+        partial = bucket_grad.partial.flush(self._dtype_of_partial(bucket_grad))
         sent = self._to_wire(bucket_grad, partial)
         if self._in_rounds:
             self._in_flight.append(self._begin_rounds(bucket_grad, sent))
@@ -580,7 +582,7 @@ class Reducer:
 
         def on_complete(terms: Sequence[Tensor]) -> None:
             if final:
-                bucket_grad.finish(terms, rules, offer)
+                bucket_grad.set_complete(terms, rules, offer)
             else:
                 bucket_grad.accumulate(terms, rules)
 
@@ -589,18 +591,18 @@ class Reducer:
             if brought and whole is not None:
                 whole.copy_(sent)
             if sent is not partial:
-                self._pool.give(sent)
+                self._pool.release(sent)
             return self._gather(bucket_grad, whole) if whole is not None and not brought else None
 
         if final and self.step_state.replicas.step.exchanges:
             self._in_flight.append(_Flight(*self._reduce_with_partner(bucket_grad, sent, on_complete, then)))
             return
-        earlier = bucket_grad.hand_over_total() if final and rules.ends_across else None
+        earlier = bucket_grad.detach_total() if final and rules.ends_across else None
         target = rules.summed if final else rules.gradients
         way = TransferOptions(self._messages(bucket_grad), earlier)
         self._in_flight.append(_Flight(self._reduce(bucket_grad, sent, on_complete, way, target), then))
         if by_rows:
-            self._finish(0)  # [Note: Sparse gradients]
+            self._complete_flights(0)  # [Note: Sparse gradients]
 
     def _messages(self, bucket_grad: GradientBucket | None) -> Messages | None:
         """What the hook makes of the sum that ``bucket_grad`` sends for the first time; None: of another one, of whose
@@ -669,35 +671,35 @@ class Reducer:
         if not final:
             bucket_grad.accumulate([bucket_grad.bucket.own_slice(full, rules.gradients)], rules)
         elif not rules.gathers or rules.sharded:
-            bucket_grad.finish([bucket_grad.bucket.own_slice(full, Placement.SHARDED)], rules, offer)
+            bucket_grad.set_complete([bucket_grad.bucket.own_slice(full, Placement.SHARDED)], rules, offer)
         else:  # all of it is complete, not this rank's slice alone
-            divided = full if full.dtype is wire else self._pool.take(full.numel(), wire)
+            divided = full if full.dtype is wire else self._pool.acquire(full.numel(), wire)
             taken += [divided] if divided is not full else []
             ordered_sum([full], divided, divisor=rules.divisor, rounded=wire)
-            bucket_grad.finish(
+            bucket_grad.set_complete(
                 [bucket_grad.bucket.own_slice(divided, Placement.SHARDED)], replace(rules, divisor=1), offer
             )
             whole = bucket_grad.make_whole()
             if whole.data_ptr() != divided.data_ptr():
                 whole.copy_(divided)
         for buffer in taken:
-            self._pool.give(buffer)
+            self._pool.release(buffer)
         return (
             self._gather(bucket_grad, bucket_grad.make_whole()) if final and rules.gathers and rules.sharded else None
         )
 
     def _reduce_across(self, bucket_grad: GradientBucket) -> None:
         """The window ends without another reduction inside of the shard groups: add up what these have."""
-        self._finish(MAX_IN_FLIGHT - 1)
-        rules, total = self.rules, bucket_grad.hand_over_total(self.rules.reduce)
+        self._complete_flights(MAX_IN_FLIGHT - 1)
+        rules, total = self.rules, bucket_grad.detach_total(self.rules.reduce)
         if total is None:
             return
 
         def on_complete(terms: Sequence[Tensor]) -> None:
-            bucket_grad.finish(terms, rules, lambda: None)
+            bucket_grad.set_complete(terms, rules, lambda: None)
 
         def then() -> Work:
-            self._pool.give(total)
+            self._pool.release(total)
             return self._gather(bucket_grad, bucket_grad.make_whole())
 
         moved = total, Placement.PARTIAL_ACROSS, Placement.SHARDED, bucket_grad.bucket.layout, Purpose.GRADIENTS
@@ -713,13 +715,13 @@ class Reducer:
     ) -> tuple[Work, Callable[[], Work]]:
         """``sent`` is added up inside of the group, what waits in ``total`` joins; what then begins brings another
         group's sum beside it, and hands both to ``on_complete``. then: ``sent`` is not used any more."""
-        rules, earlier = self._today, bucket_grad.hand_over_total()
-        summed = self._pool.take(bucket_grad.bucket.layout.sizes[rules.complete], rules.reduce)
+        rules, earlier = self._today, bucket_grad.detach_total()
+        summed = self._pool.acquire(bucket_grad.bucket.layout.sizes[rules.complete], rules.reduce)
 
         def add_up(terms: Sequence[Tensor]) -> None:
             ordered_sum(terms, summed, total=earlier, reduce_dtype=rules.reduce)
             if earlier is not None:
-                self._pool.give(earlier)
+                self._pool.release(earlier)
 
         def second() -> Work:
             then()
@@ -729,11 +731,13 @@ class Reducer:
 
     def _exchange_total(self, bucket_grad: GradientBucket) -> None:
         """The window ends without another reduction inside of the shard groups."""
-        self._finish(MAX_IN_FLIGHT - 1)
-        rules, total = self._today, bucket_grad.hand_over_total(self.rules.reduce)
+        self._complete_flights(MAX_IN_FLIGHT - 1)
+        rules, total = self._today, bucket_grad.detach_total(self.rules.reduce)
         if total is not None:
             self._fly(
-                self._exchange_sums(bucket_grad, total, lambda terms: bucket_grad.finish(terms, rules, lambda: None))
+                self._exchange_sums(
+                    bucket_grad, total, lambda terms: bucket_grad.set_complete(terms, rules, lambda: None)
+                )
             )
 
     def _exchange_sums(self, bucket_grad: GradientBucket, summed: Tensor, on_complete: OnComplete) -> Work:
@@ -741,14 +745,14 @@ class Reducer:
         the caller's no longer."""
         to, source = self.step_state.replicas.partners
         count, groups = summed.numel(), range(self._collectives.mesh.replicas)
-        received = self._pool.take(count, summed.dtype)
+        received = self._pool.acquire(count, summed.dtype)
         to_each, from_each = ([count * (group == other) for group in groups] for other in (to, source))
         parts = Chunks(summed, to_each, received, from_each, summed.nbytes * len(groups))
 
         def end() -> None:
             on_complete([summed, received])
-            self._pool.give(summed)
-            self._pool.give(received)
+            self._pool.release(summed)
+            self._pool.release(received)
 
         work = self._collectives.deliver(parts, bucket_grad.bucket.layout, Purpose.GRADIENTS, Axis.ACROSS)
         return work.ending_with(end)
@@ -774,7 +778,7 @@ class Reducer:
         dtype = torch.float32 if self._makes_messages or self._in_rounds else bucket_grad.wire
         if full.dtype is dtype:
             return full
-        sent = self._pool.take(full.numel(), dtype)
+        sent = self._pool.acquire(full.numel(), dtype)
         flatten([full], [0], sent)
         return sent
 
@@ -808,7 +812,7 @@ class Reducer:
         """A function of the user's brings the mean over ranks. One at a time on gloo, whose two threads it may hold:
         torch's PowerSGD waits for a collective in what follows another one."""
         if self._collectives.may_poll:
-            self._finish(0)
+            self._complete_flights(0)
         layout, parameters = bucket_grad.bucket.layout, self.views.parameters
         pieces = list(bucket_grad.pieces.values())
         gradients = []
@@ -911,9 +915,9 @@ class Reducer:
     def finish_what_is_there(self) -> None:
         """Finish the reductions that are complete, from the oldest on; blocks for none. Where a reduction has two
         steps, other ranks may wait for this one to begin the second."""
-        self._finish(len(self._in_flight))
+        self._complete_flights(len(self._in_flight))
 
-    def _finish(self, leave: int) -> None:
+    def _complete_flights(self, leave: int) -> None:
         """Finish reductions from the oldest on: those that are complete, and more until ``leave`` are in flight.
 
         Not those that are complete where rounds follow: these go on one group, in the same order on every rank.

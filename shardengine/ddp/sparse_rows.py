@@ -47,12 +47,12 @@ class SparseRows:
         parts = Chunks(_packed(rows, numbers, numbers % of_slice), to_each, received, from_each, of_all)
 
         def add() -> None:
-            summed = self._pool.take(full.numel(), full.dtype)
+            summed = self._pool.acquire(full.numel(), full.dtype)
             terms = summed.chunk(mesh.ranks)
             for message, term in zip(parts.received.split(from_each), terms, strict=True):
                 _unpack(message, term.view(-1, what.row))
             on_complete(terms)
-            self._pool.give(summed)
+            self._pool.release(summed)
 
         work = self._collectives.deliver(parts, what, Purpose.ROWS) if of_all else Work()
         return work.ending_with(add)

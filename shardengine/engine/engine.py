@@ -452,7 +452,7 @@ class Engine(Inspection):
 
     def _close_window(self, core: Core, optimizer: ShardedOptimizer) -> int:
         """Gradients are forgotten, the step counts. Returns its micro-batches on this rank."""
-        core.reducer.release()
+        core.reducer.discard()
         optimizer.end_window()
         core.schedule.recorded.end_window(regular=not self._window.is_overridden)
         self._buffers_sent = False
@@ -481,7 +481,7 @@ class Engine(Inspection):
         """total: as ``StepState.restart``; what was sent is of no step then."""
         self._core.schedule.reshard_all()
         self._core.schedule.recorded.drop()
-        self._core.reducer.release()
+        self._core.reducer.discard()
         self._buffers_sent = False
         if self.optimizer is not None:
             self.optimizer.end_window()

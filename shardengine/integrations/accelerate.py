@@ -217,7 +217,7 @@ class ShardAccelerator(Accelerator):
     def _decide_stage(
         self, model: nn.Module, config: Config, optimizer: torch.optim.Optimizer | None
     ) -> tuple[Config, Mesh]:
-        """Return ``config`` with the stage that a plan chose, and the mesh that was used to agree on it, for the engine."""
+        """Return ``config`` with the stage that a plan chose, and the mesh on which ranks agreed, for the engine."""
         mesh = mesh_of(None, config.timeout_s)
         tree = config.to_dict()
         tree["zero_optimization"]["stage"] = "auto"
@@ -365,7 +365,7 @@ class ShardAccelerator(Accelerator):
 
     @contextmanager
     def accumulate(self, *models: Any) -> Iterator[None]:
-        """As in accelerate. Inside, ``loss.backward()`` works like ``accelerator.backward(loss)``, but does not divide."""
+        """As in accelerate. Inside, ``loss.backward()`` acts as ``accelerator.backward(loss)``, but does not divide."""
         with super().accumulate(*models):
             self._say_boundary()
             yield

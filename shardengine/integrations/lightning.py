@@ -249,10 +249,10 @@ class ShardStrategy(DDPStrategy):
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write Lightning's file and, unless only weights are saved in it, the engine's part. Collective.
+        """Write Lightning's file and the engine's part, which a weights-only file with whole weights does not need.
 
-        In the middle of an accumulation window both hold the state after the last completed step. UsageError for a
-        remote path (a URL).
+        Collective. In the middle of an accumulation window both hold the state after the last completed step.
+        UsageError for a remote path (a URL).
         """
         path = _local(self.broadcast(filepath))
         resumes = bool(checkpoint.pop("optimizer_states", None))

@@ -134,7 +134,7 @@ class ShardTrainerMixin:
             return super().create_optimizer(model)  # type: ignore[misc]
         self.optimizer_cls_and_kwargs = ours
         decay, args = (chosen.get("params") or {}).get("weight_decay", "auto"), self.args
-        if decay != "auto":  # Trainer writes the weight decay of its arguments into the groups, where it takes precedence
+        if decay != "auto":  # Trainer writes the value of its arguments into the groups, which override the config
             self.args = copy.copy(args)
             vars(self.args)["weight_decay"] = decay
         try:

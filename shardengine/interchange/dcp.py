@@ -367,6 +367,6 @@ def _ties(store: Store, keys: _Keys, stepped: list[str], rest: list[str]) -> dic
 
 
 def _is_one_value(value: Tensor) -> bool:
-    """Return whether all elements are equal, as in new norms and biases; such tensors may be equal without being tied."""
+    """Return whether all elements are equal, as in new norms and biases, which may be equal without being tied."""
     words = value.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[value.itemsize])
     return bool(words.min() == words.max())

@@ -4,8 +4,9 @@ Owns: the layout of stages 1 and 2 (a group is one flat vector, cut over the ran
 cut over the ranks, the shards of a sub-group follow each other). Must not know: model files, names of optimizers.
 
 Stages 1 and 2: the parameters of a group follow each other, each with its alignment padding (newer versions). Then the
-vector is padded to a multiple of twice the rank count and cut into equal parts, one per rank. Master weights are saved
-without the padding at the end, states with it. Concatenating the ranks' parts gives the same offsets for both.
+vector is padded to a multiple of twice the rank count and cut into equal parts, one per rank in rank order. Master
+weights are saved without the padding at the end, states with it. Concatenating the ranks' parts gives the same offsets
+for both.
 
 Stage 3: a parameter of n elements has ceil(n / ranks) on each rank, padded at the end of the last ones.
 """

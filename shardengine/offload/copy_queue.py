@@ -27,7 +27,7 @@ class CopyQueue:
     def buffer(self, length: int, dtype: torch.dtype, *, on_host: bool) -> Tensor:
         """Memory of the pool for what will be sent, or for what is given back (``give``)."""
         self.settle(len(self._under_way))
-        return self._pool.take(length, dtype, on_host=on_host)
+        return self._pool.acquire(length, dtype, on_host=on_host)
 
     def bring(self, source: Tensor) -> tuple[Tensor, Done]:
         """Begin to copy ``source`` to a buffer in host memory, which is the caller's until ``give``; its end."""
@@ -36,7 +36,7 @@ class CopyQueue:
 
     def give(self, buffer: Tensor) -> None:
         """Back to the pool."""
-        self._pool.give(buffer)
+        self._pool.release(buffer)
 
     def send(
         self, pairs: Sequence[tuple[Tensor, Tensor]], spent: Tensor, then: Callable[[], None] = lambda: None
@@ -55,7 +55,7 @@ class CopyQueue:
             ends, spent, then = self._under_way.popleft()
             for end in ends:
                 end.wait_on_host()
-            self._pool.give(spent)
+            self._pool.release(spent)
             then()
 
     def drop(self) -> None:

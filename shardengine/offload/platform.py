@@ -158,7 +158,7 @@ class Platform:
         self.device = device
 
     @property
-    def is_apart(self) -> bool:
+    def has_own_memory(self) -> bool:
         """Whether the device has a memory of its own, beside the host's, so that there is something to copy."""
         return self.device.type != HOST.type
 
@@ -173,7 +173,7 @@ class Platform:
 
         torch tells cuBLAS of each pointer up to 256; on a CPU a cache line is what matters.
         """
-        return 256 if self.is_apart else 64
+        return 256 if self.has_own_memory else 64
 
     def copy_stream(self) -> CopyStream:
         """A stream of its own for one purpose."""

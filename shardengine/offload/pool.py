@@ -35,9 +35,9 @@ class BufferPool:
         """Of those on the device."""
         return self._bytes[False]
 
-    def take(self, length: int, dtype: torch.dtype, *, on_host: bool = False) -> Tensor:
+    def acquire(self, length: int, dtype: torch.dtype, *, on_host: bool = False) -> Tensor:
         """A flat tensor with undefined contents, on the device, or in host memory where that is another one."""
-        on_host = on_host and self._platform.is_apart
+        on_host = on_host and self._platform.has_own_memory
         free = self._free.get((dtype, length, on_host))
         if free:
             return free.pop()
@@ -50,8 +50,8 @@ class BufferPool:
         self._bytes[on_host] += buffer.nbytes
         return buffer
 
-    def give(self, buffer: Tensor) -> None:
-        """Hand a buffer of ``take`` back. On CUDA its users are ordered by the stream that both calls run on."""
+    def release(self, buffer: Tensor) -> None:
+        """Hand a buffer of ``acquire`` back. On CUDA its users are ordered by the stream that both calls run on."""
         on_host = getattr(buffer.untyped_storage(), _ON_HOST, False)
         self._free.setdefault((buffer.dtype, buffer.numel(), on_host), []).append(buffer)
 

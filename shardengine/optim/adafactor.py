@@ -119,7 +119,7 @@ class _New:
 
 
 class Adafactor(Arithmetic):
-    """[Note: Adafactor]. kind: ``TORCHS`` or ``TRANSFORMERS``."""
+    """The arithmetic of [Note: Adafactor]. kind: ``TORCHS`` or ``TRANSFORMERS``."""
 
     by_parameter = True
     waits = True

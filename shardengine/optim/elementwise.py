@@ -202,8 +202,7 @@ class Elementwise(Arithmetic):
     waits = True
 
     def __init__(self, workers: Workers, learn: Callable[[Any], Learnt], groups: list[Any]) -> None:
-        """learn: makes the trial with the options of groups; raises ``UsageError`` for a class that needs whole
-        tensors."""
+        """learn: makes the trial with the options of groups; raises UsageError if the class cannot step slices."""
         self.kind = workers.name
         self._workers = workers
         self._learn = learn
@@ -330,7 +329,7 @@ class Elementwise(Arithmetic):
         return Slice(weight, gradient, states, self._near(facts, weight.device))
 
     def _near(self, facts: Facts, device: torch.device) -> Facts:
-        """Return the facts on ``device`` if the class has ``fused`` kernels, which read them there."""
+        """Return the facts, on ``device`` if some group's option ``fused`` is on: fused kernels read them there."""
         if device.type == "cpu" or not any(options.get("fused") for options in self._options):
             return facts
         return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in facts.items()}

@@ -91,7 +91,9 @@ class StepsInBackward:
             after.exception()
         bucket, store, gradient = bucket_grad.bucket, bucket_grad.bucket.state_store, bucket_grad.gradient
         if gradient is None:
-            raise InternalError(f"the bucket of {bucket_grad.names} is stepped in backward before its gradient is complete")
+            raise InternalError(
+                f"the bucket of {bucket_grad.names} is stepped in backward before its gradient is complete"
+            )
         with torch.no_grad():
             flats = dict(store.check_out())
             for next_one in then:
@@ -129,7 +131,7 @@ class StepsInBackward:
         try:
             bucket.end_weights(changed=True, after=send(pairs, early.low, way, from_host=True))
         except BaseException:
-            self._step_state.note_early(torn=True)  # what was in ``low`` may be gone
+            self._step_state.note_early(torn=True)  # the contents of ``low`` may be lost
             raise
         self._delivered.add(index)
 

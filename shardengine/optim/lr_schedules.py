@@ -76,7 +76,7 @@ def check(config: SchedulerConfig) -> None:
 
 
 def check_attached(scheduler: object, optimizer: torch.optim.Optimizer) -> None:
-    """``UsageError`` unless ``scheduler`` is one that the engine can step and that drives ``optimizer``'s groups."""
+    """Raise ``UsageError`` unless the engine can step ``scheduler`` and it drives ``optimizer``'s groups."""
     if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
         raise UsageError(f"lr_scheduler: expected a torch LRScheduler, got {type(scheduler).__name__}")
     theirs, ours = scheduler.optimizer.param_groups, optimizer.param_groups

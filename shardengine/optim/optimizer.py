@@ -135,7 +135,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().__init__(form.groups, form.defaults)
         self.state = StatesElsewhere(lambda parameter: self._names_of(parameter))
         self.param_groups = form.groups  # the user's list itself, so that both optimizers see an added group
-        self._calls = calls or EngineCalls(reducer.release, _no_engine, _no_step, lambda method: None)
+        self._calls = calls or EngineCalls(reducer.discard, _no_engine, _no_step, lambda method: None)
         self._lent: list[torch.optim.Optimizer] = []  # the user's own; schedulers may have been made for them
         self._reading: Future[None] | None = None
         self._said = ""
@@ -166,7 +166,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         numbered = self.rounds_at_random or self.arithmetic.by_parameter
         self._segments = Segments(layout, buckets, numbered=numbered)
         self.arithmetic.lay_out(layout, self.begun, reducer.collectives.mesh.device)
-        placement = buckets[0].state if buckets else Placement.REPLICATED
+        placement = buckets[0].state_placement if buckets else Placement.REPLICATED
         self._families = self.needs.families
         if self.arithmetic.by_sums:
             self._plan = sums.plan_of(layout, len(self.param_groups), placement)
@@ -484,13 +484,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _place_for_returned(self, index: int) -> Tensor:
         bucket = self._reducer.buckets[index].bucket
-        length = bucket.layout.sizes[bucket.state]
+        length = bucket.layout.sizes[bucket.state_placement]
         return torch.empty(length, dtype=matrices.DTYPE, device=bucket.state_store.device)
 
     def step_early(self, bucket_grad: GradientBucket) -> None:
-        """Begin to step the bucket of ``bucket_grad``, which is complete, in backward, if it can be.
+        """Begin to step the bucket of ``bucket_grad`` in backward, if it can be; its gradient is complete.
 
-        It must be offloaded, and this rank must have used all of its parameters, so that it knows what will be stepped.
+        The bucket must be offloaded, and this rank must have used all of its parameters, so that it knows what will be
+        stepped.
         """
         index = bucket_grad.bucket.layout.index
         stepped = {parameter for parameter in bucket_grad.pieces if self._counted(parameter) is not None}
@@ -900,7 +901,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         platform, skip = self._reducer.platform, self._skip()
         if skip is None:
             return Verdict(None, self._reducer.views.squares)
-        is_late = platform.is_apart and not self.arithmetic.waits
+        is_late = platform.has_own_memory and not self.arithmetic.waits
         return Verdict(platform.fetch(skip), self._reducer.views.squares, is_late=is_late)
 
     def _skip(self) -> Tensor | None:

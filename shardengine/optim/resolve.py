@@ -70,7 +70,7 @@ def arithmetic_of(
         return probe.elementwise(optimizer, name, foreign.advice_for(optimizer)), ""
     if optimizer.state:
         raise probe.already_stepped(name)
-    if kind in ("Adam", "AdamW"):  # in torch each group's option decides, whatever the class
+    if kind in ("Adam", "AdamW"):  # as in torch, a group's option decides, whatever the class
         kind = "AdamW" if optimizer.param_groups[0].get(DECOUPLED, kind == "AdamW") else "Adam"
     made = Declared(kind, kept_in, seed, splits=splits)
     for number, group in enumerate(optimizer.param_groups):

@@ -188,7 +188,7 @@ def rewrite_bucket(
     ``step_bucket``."""
     store = bucket.state_store
     with store.checkout() as held:
-        flats, apart, low, has_master = {**held, **given}, bucket.is_stepped_apart, None, MASTER in held
+        flats, apart, low, has_master = {**held, **given}, bucket.steps_elsewhere, None, MASTER in held
         weights = near = bucket.begin_weights(blank=has_master)
         if apart:
             near = way.buffer(weights.numel(), weights.dtype, on_host=store.away)

@@ -84,12 +84,12 @@ def watched(engine: Engine) -> Iterator[Taken]:
     def take(*args: Any, **kwargs: Any) -> Tensor:
         return ledger.name(taken(*args, **kwargs), _POOLED)
 
-    taken = pool.take
+    taken = pool.acquire
     ledger.begin(FORWARD)
     with (
         patch.object(engine, "backward", in_phase(BACKWARD, engine.backward)),
         patch.object(engine, "step", in_phase(STEP, engine.step)),
-        patch.object(pool, "take", take),
+        patch.object(pool, "acquire", take),
         ledger,
     ):
         for what, _, tensor in engine._core.kept():
@@ -116,9 +116,9 @@ def rests_of(engine: Engine) -> Counter[str]:
     core = engine._core
     states = Counter() if engine.optimizer is None else engine.optimizer.state_bytes()
     found = {WEIGHTS: core.weight_bytes(), STATES: states, BUFFERS: core.reducer.gradient_bytes()}
-    tiers = ("device",) if core.mesh.platform.is_apart else ("device", "cpu")
+    tiers = ("device",) if core.mesh.platform.has_own_memory else ("device", "cpu")
     parts = Counter({kind: sum(bytes_[tier] for tier in tiers) for kind, bytes_ in found.items()})
-    parts[BUFFERS] += core.pool.device_bytes + (0 if core.mesh.platform.is_apart else core.tiers.buffer_bytes)
+    parts[BUFFERS] += core.pool.device_bytes + (0 if core.mesh.platform.has_own_memory else core.tiers.buffer_bytes)
     return parts
 
 

@@ -171,17 +171,17 @@ class _Imagined(Platform):
         self._place, self._ledger, self._recorder = place, ledger, recorder
 
     @property
-    def is_apart(self) -> bool:
+    def has_own_memory(self) -> bool:
         """See ``Platform``."""
         return self._place.apart
 
     def copy_stream(self) -> CopyStream:
         """See ``Platform``."""
-        return _LateStream(self.device, self._ledger, self._recorder) if self.is_apart else super().copy_stream()
+        return _LateStream(self.device, self._ledger, self._recorder) if self.has_own_memory else super().copy_stream()
 
     def mark(self) -> Done:
         """See ``Platform``."""
-        if not self.is_apart:
+        if not self.has_own_memory:
             return super().mark()
         done = _Late(self._recorder)
         self._recorder.note(Mark(done.number))
@@ -198,7 +198,7 @@ class _Imagined(Platform):
     def host_empty(self, count: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
         """See ``Platform``."""
         made = torch.empty(count, dtype=dtype)
-        return self._ledger.name(made, _HOST_SIDE + BUFFERS if self.is_apart else BUFFERS)
+        return self._ledger.name(made, _HOST_SIDE + BUFFERS if self.has_own_memory else BUFFERS)
 
     def host_buffer(self, count: int, *, pinned: bool) -> Tensor:
         """See ``Platform``."""
@@ -347,7 +347,9 @@ def _tell_units(ledger: Ledger, model: nn.Module) -> None:
 
 def _name_kept(ledger: Ledger, engine: Engine) -> None:
     for what, tier, tensor in engine._core.kept():
-        ledger.name(tensor, what if tier == "device" or not engine._core.mesh.platform.is_apart else _HOST_SIDE + what)
+        ledger.name(
+            tensor, what if tier == "device" or not engine._core.mesh.platform.has_own_memory else _HOST_SIDE + what
+        )
 
 
 @contextmanager

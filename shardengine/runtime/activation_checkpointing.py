@@ -1,17 +1,20 @@
-"""Activation checkpointing of the model's blocks. Owns: when a block is recomputed, and what it is recomputed from.
+"""Activation checkpointing of the model's blocks. Owns: when a block is recomputed, and the inputs of the
+recomputation.
 
-Must not know: units and their weights, schedule, where what a block keeps goes (``runtime/activation_offload.py``).
+Must not know: units and their weights, schedule, where saved tensors of a block are kept
+(``runtime/activation_offload.py``).
 
-[Note: A block's own forward] A block is checkpointed inside of its call: its ``forward`` becomes an attribute of the
+[Note: A block's own forward] A block is checkpointed inside its call: its ``forward`` becomes an attribute of the
 instance that runs the block's forward through ``torch.utils.checkpoint``. So the block's hooks stay outside. They see
-one forward, and gather the weights before it and, once a gradient reaches the block's outputs, before its backward;
-the recomputation happens inside of that hold and calls no hook of the block.
+one forward. They gather the weights before it and, once a gradient reaches the block's outputs, before its backward.
+The recomputation happens while the unit is held, and calls no hook of the block.
 
-[Note: The same bits again] A recomputation repeats the forward: torch restores the random state and autocast. Here,
-tensors in tuples, lists and dicts become arguments of the checkpoint (it knows them, an in-place write is refused), one
-that is given twice stays one object, and containers that the block writes to are new ones. Buffers are as they were
-before the forward, and after it as the forward left them (running statistics count once). Weights that were
-written in between are refused, as autograd refuses them. What a block keeps in other Python objects is not repeated.
+[Note: The same bits again] A recomputation repeats the forward: torch restores the random state and autocast. In
+addition, tensors in tuples, lists and dicts become arguments of the checkpoint, so that torch knows them and in-place
+writes to them raise an error. A tensor that is passed twice stays one object. Containers that the block writes to are
+new ones. The recomputation sees buffers as they were before the forward; afterwards they are as the forward left them
+(running statistics count once). Weights that were written in between raise an error, as in autograd. State that a block
+keeps in other Python objects is not restored.
 """
 
 from __future__ import annotations
@@ -30,11 +33,11 @@ from torch.utils.checkpoint import checkpoint
 from shardengine.errors import UsageError
 
 Offloading = Callable[[], AbstractContextManager[None]]
-"""Makes a context in which what autograd saves goes to host memory (``activation_offload.ActivationStore.saving``)."""
+"""Makes a context that moves tensors saved by autograd to host memory (``activation_offload``)."""
 
 
 def check(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> None:
-    """``UsageError`` where ``model`` has no ``blocks`` to checkpoint, or checkpoints them itself."""
+    """Raise ``UsageError`` if ``model`` has no ``blocks`` to checkpoint, or checkpoints them itself."""
     if not blocks:
         raise UsageError(
             "activation_checkpointing: expected a model with repeated blocks (zero_optimization.units names their "
@@ -47,13 +50,13 @@ def check(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> None:
 
 
 def attach(blocks: Iterable[tuple[str, nn.Module]], offloading: Offloading = nullcontext) -> list[Checkpointed]:
-    """Checkpoint the forwards of ``blocks`` that autograd records, until each is told to ``remove`` itself."""
+    """Checkpoint the forwards of ``blocks`` that autograd records, until ``remove`` is called on each result."""
     _keep_out_of_graphs()
     return [Checkpointed(name, block, offloading) for name, block in blocks]
 
 
 class Checkpointed:
-    """The ``forward`` of one block ([Note: A block's own forward]). A copy of the block gets one that does nothing."""
+    """The ``forward`` of one block ([Note: A block's own forward]). In a copy of the block it does not checkpoint."""
 
     def __init__(self, name: str, block: nn.Module, offloading: Offloading) -> None:
         self._name = name
@@ -67,17 +70,17 @@ class Checkpointed:
         vars(block)["forward"] = self
 
     def remove(self) -> None:
-        """The block is as it was before. Graphs of earlier forwards are still good for their backward."""
+        """Restore the block's own forward. Graphs of earlier forwards can still run their backward."""
         self._active = False
         if vars(self._block).get("forward") is not self:
-            return  # somebody has wrapped it since, and now wraps what the block was given
+            return  # somebody has wrapped it since; that wrapper now calls the block's own forward
         if self._given is None:
             del vars(self._block)["forward"]
         else:
             vars(self._block)["forward"] = self._given
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The block's forward; what its backward needs is computed again there."""
+        """Run the block's forward; its intermediate results are recomputed in backward."""
         if not self._active or not torch.is_grad_enabled():
             return self.__wrapped__(*args, **kwargs)
         if _checkpoints_itself(self._block):
@@ -88,7 +91,7 @@ class Checkpointed:
             return self.__wrapped__(*args, **kwargs)
         versions = [parameter._version for parameter in self._parameters]
         buffers = _Buffers(self._holders)
-        first = [(args, kwargs)]  # the forward's own; kept no longer than that
+        first = [(args, kwargs)]  # of the first run, and dropped in it
 
         def run(*saved: Tensor) -> Any:
             if first:
@@ -120,13 +123,13 @@ class Checkpointed:
         return {"block": self._block, "given": self._given}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """In a copy of the block, whose forward runs as it is."""
+        """Restore a copy of the block, whose forward runs without checkpointing."""
         self._block, self._given, self._active = state["block"], state["given"], False
         self.__wrapped__ = self._given or types.MethodType(type(self._block).forward, self._block)
 
 
 def _checkpoints_itself(module: nn.Module) -> bool:
-    """Whether Hugging Face's ``gradient_checkpointing_enable`` has switched on what this module does itself."""
+    """Whether Hugging Face's ``gradient_checkpointing_enable`` has switched on this module's own checkpointing."""
     return vars(module).get("gradient_checkpointing") is True
 
 
@@ -139,7 +142,11 @@ def _twice(name: str) -> UsageError:
 
 @functools.cache
 def _keep_out_of_graphs() -> None:
-    """Once, and not at import, which would import all of dynamo (``runtime/hooks.py``, [Note: Compiled modules])."""
+    """Keep dynamo out of checkpointed forwards.
+
+    This is done once, and not at import, which would import all of dynamo (``runtime/hooks.py``, [Note: Compiled
+    modules]).
+    """
     reason = (
         "shardengine checkpoints the activations of this block, which cannot be part of a graph. Compile the block, "
         "not what is around it, by wrapping it before initialize: model.blocks[i] = torch.compile(model.blocks[i])"
@@ -153,13 +160,13 @@ def _keep_out_of_graphs() -> None:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where the tensor with this number was."""
+    """The place of the tensor with this number."""
 
     number: int
 
 
 def _take_apart(value: Any, tensors: list[Tensor], name: str) -> Any:
-    """``value`` with a place instead of each tensor, which is appended to ``tensors`` unless it is there already."""
+    """Return ``value`` with a place instead of each tensor. New tensors are appended to ``tensors``."""
     if isinstance(value, Tensor):
         number = next((n for n, known in enumerate(tensors) if known is value), len(tensors))
         if number == len(tensors):
@@ -179,7 +186,7 @@ def _take_apart(value: Any, tensors: list[Tensor], name: str) -> Any:
 
 
 def _put_together(template: Any, tensors: Sequence[Tensor]) -> Any:
-    """The reverse of ``_take_apart``, in new containers."""
+    """Return the reverse of ``_take_apart``, in new containers."""
     if isinstance(template, _Place):
         return tensors[template.number]
     if type(template) in (tuple, list):
@@ -207,7 +214,7 @@ class _Buffers:
                     yield holder, key, buffer
 
     def forget_unwritten(self) -> None:
-        """After the forward: what it has not written is still there, and takes no second memory."""
+        """Drop the copies of buffers that the forward has not written."""
         for holder, key, buffer, version in self._now:
             if holder.get(key) is buffer and _version_of(buffer) == version:
                 del self._before[id(holder), key]
@@ -215,7 +222,7 @@ class _Buffers:
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
-        """Inside, the block has copies of its buffers, as they were before the forward."""
+        """Inside, the block has copies of its buffers as they were before the forward."""
         found = list(self._present())
         for holder, key, buffer in found:
             holder[key] = self._before.get((id(holder), key), buffer).detach().clone()

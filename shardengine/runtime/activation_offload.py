@@ -1,20 +1,23 @@
-"""What checkpointed blocks keep from forward to backward, in host memory. Owns: the way there and back, the buffers.
+"""Saved tensors of checkpointed blocks in host memory between forward and backward. Owns: the copies, the buffers.
 
 Must not know: blocks, checkpointing, units.
 
-[Note: There and back] What autograd saves inside of ``saving`` is copied to host memory at once, beside computation.
-When the block's forward is over the current stream waits for the copies and the tensors are given up: from there on
-their memory is free for others. In backward, what one block asks for begins its way back unless it is back already,
-and with it what the block before saved: one block ahead. It stays on the device until its graph is freed.
+[Note: There and back] Tensors that autograd saves inside ``saving`` are copied to host memory at once, in parallel with
+computation. When the block's forward has been issued, the current stream waits for the copies and the tensors are
+released: from then on their memory can be used again. In backward, a request for a tensor of a block starts its copy
+back, unless it is back already, and also the copies of the tensors that the block before it saved: one block ahead. A
+tensor stays on the device until its graph is freed.
 
-[Note: Stretches] What is copied is the stretch of the storage over which a tensor's elements lie, and a view of the
-same shape and strides is laid over it afterwards: transposed, sliced and expanded tensors come back as they were, for
-no more memory. The stretch begins where its bytes are aligned for the device, as they were. Tensors over the same
-stretch (a mask that all blocks are given) share one copy while their storage lives and is not written to.
+[Note: Stretches] The unit of a copy is the stretch of the storage that contains a tensor's elements. Afterwards a view
+with the same shape and strides is made over it. So transposed, sliced and expanded tensors come back as they were, and
+need no more memory. A stretch begins at an address that has the device's alignment, so the copy back has the same
+alignment. Tensors over the same stretch (a mask that all blocks get) share one copy while their storage lives and is
+not written to.
 
-Not copied: weights and module buffers, which are there anyway, tensors that are not on the device, and those that are
-not plain strided ones. Weights and buffers are known by a mark on their storage (``bucket.mark_weights``), so a model
-of any size costs a block the same; a buffer that the user has replaced since initialize has none and is copied.
+Not copied: weights and module buffers, which stay on the device anyway, tensors that are not on the device, and tensors
+that are not plain strided ones. Weights and buffers are recognised by a mark on their storage
+(``bucket.mark_weights``), so the cost per block does not depend on the size of the model. A buffer that the user has
+replaced since initialize has no mark and is copied.
 """
 
 from __future__ import annotations
@@ -36,10 +39,10 @@ _FEW = 64
 
 
 class HostBuffers:
-    """Host memory that is used again: uint8 buffers, page-locked for a GPU.
+    """A pool of host memory: uint8 buffers, page-locked for a GPU.
 
-    Before a new one is made, idle ones of its size together are freed. So it never holds more than twice of what was in
-    use at one time, whatever the sizes.
+    Before a new buffer is allocated, idle ones are freed until they add up to its size. So the pool never holds more
+    than twice the peak size in use, whatever the sizes.
     """
 
     def __init__(self, platform: Platform) -> None:
@@ -48,8 +51,8 @@ class HostBuffers:
         self._idle: dict[int, list[Tensor]] = {}  # by size: blocks are alike, so there are few
         self._returned: deque[Tensor] = deque()  # by finalizers, which may run anywhere
 
-    def take(self, count: int) -> Tensor:
-        """At least ``count`` bytes with undefined contents."""
+    def acquire(self, count: int) -> Tensor:
+        """Return at least ``count`` bytes with undefined contents."""
         while self._returned:
             returned = self._returned.popleft()
             self._idle.setdefault(returned.numel(), []).append(returned)
@@ -59,7 +62,7 @@ class HostBuffers:
         spared = 0
         while self._idle and spared < count:
             spared += self._take_idle(next(iter(self._idle))).numel()
-        with torch.inference_mode(False):  # it is used again outside of the caller's
+        with torch.inference_mode(False):  # it is reused outside of the caller's inference mode
             buffer = self._platform.host_empty(count, torch.uint8, pinned=True)
         self.allocated_bytes += count - spared
         return buffer
@@ -70,19 +73,20 @@ class HostBuffers:
             del self._idle[size]
         return buffer
 
-    def give(self, buffer: Tensor) -> None:
-        """Hand a buffer of ``take`` back; from any thread, also in the middle of ``take``."""
+    def release(self, buffer: Tensor) -> None:
+        """Return a buffer of ``acquire`` to the pool; from any thread, also during ``acquire``."""
         self._returned.append(buffer)
 
     @property
     def idle_bytes(self) -> int:
-        """Bytes of the buffers that nobody has taken."""
+        """Bytes of the buffers that are not in use."""
         idle = sum(size * len(buffers) for size, buffers in self._idle.items())
         return idle + sum(buffer.numel() for buffer in tuple(self._returned))
 
 
 class ActivationStore:
-    """Host memory for what blocks keep. ``stays``: whether a storage is there anyway; asked for each saved tensor."""
+    """Host memory for the saved tensors of blocks. stays: whether a storage stays on the device; called per saved
+    tensor."""
 
     def __init__(self, platform: Platform, stays: Callable[[torch.UntypedStorage], bool]) -> None:
         self.buffers = HostBuffers(platform)
@@ -96,7 +100,7 @@ class ActivationStore:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """What autograd saves inside goes to host memory; for one forward of one block."""
+        """Move tensors that autograd saves inside to host memory; for one forward of one block."""
         call = _Call(self, self._latest)
         try:
             with torch.autograd.graph.saved_tensors_hooks(call.pack, _unpack):
@@ -113,7 +117,7 @@ class ActivationStore:
         )
 
     def stretch_of(self, source: Tensor, before: list[weakref.ref[_Stretch]]) -> tuple[_Stretch, bool]:
-        """The copy of ``source`` (1-D, a whole stretch), and whether it was made now."""
+        """Return the copy of ``source`` (1-D, a whole stretch), and whether it was made now."""
         storage = source.untyped_storage()
         key = (id(storage), int(source.storage_offset()), source.numel(), source.dtype, source._version)
         if key in self._known:
@@ -133,7 +137,7 @@ _Key = tuple[int, int, int, torch.dtype, int]
 
 
 class _Call:
-    """One forward of one block: what it saves, and ``before``: what the call before it saved."""
+    """One forward of one block: the stretches that it saves, and ``before``: those of the call before it."""
 
     def __init__(self, store: ActivationStore, before: list[weakref.ref[_Stretch]]) -> None:
         self.stretches: list[weakref.ref[_Stretch]] = []
@@ -142,7 +146,7 @@ class _Call:
         self._sources: list[tuple[Tensor, int, _Stretch]] = []
 
     def pack(self, tensor: Tensor) -> _Packed:
-        """For autograd: what stands in for ``tensor`` until backward."""
+        """Return the object that autograd holds in place of ``tensor`` until backward."""
         version = tensor._version
         if not self._store.moves(tensor) or self._store.stays(tensor.untyped_storage()):
             return _Packed(tensor, None, (), (), 0, version)
@@ -157,7 +161,7 @@ class _Call:
         return _Packed(None, stretch, tuple(tensor.shape), strides, offset - first, version)
 
     def give_up_sources(self) -> None:
-        """The forward was issued: whoever uses the sources' memory next does so after their copies."""
+        """Release the sources: the forward has been issued, and the next user of their memory waits for the copies."""
         for source, version, stretch in self._sources:
             stretch.done.wait()
             stretch.written_meanwhile = source._version != version
@@ -166,7 +170,7 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Packed:
-    """What autograd holds instead of a tensor: the ``tensor`` itself where it stays, or its place in a stretch."""
+    """The object that autograd holds instead of a tensor: its place in a stretch, or ``tensor`` itself if it stays."""
 
     tensor: Tensor | None
     stretch: _Stretch | None
@@ -177,7 +181,7 @@ class _Packed:
 
 
 class _Stretch:
-    """A stretch of one storage, in host memory or on its way back ([Note: There and back])."""
+    """A stretch of one storage, in host memory or back on the device ([Note: There and back])."""
 
     def __init__(self, store: ActivationStore, source: Tensor, before: list[weakref.ref[_Stretch]]) -> None:
         self.written_meanwhile = False
@@ -186,27 +190,28 @@ class _Stretch:
         self._length, self._dtype, self._device = source.numel(), source.dtype, source.device
         self._back: Tensor | None = None
         self._host: Tensor | None = None
-        self._host = store.buffers.take(source.nbytes)
+        self._host = store.buffers.acquire(source.nbytes)
         self.done = store.stream.copy(source, self._on_host(self._host))
 
     def fetch(self) -> Tensor:
-        """Begin the way back, once. The buffer is free at once: its next copy runs on the same stream, after this."""
+        """Start the copy back, once, and return its target. The host buffer is free at once: copies run in order on one
+        stream."""
         if self._back is None:
             host, self._host = self._host, None
             self._back = torch.empty(self._length, dtype=self._dtype, device=self._device)
             if host is not None:
                 self.done = self._store.stream.copy(self._on_host(host), self._back)
-                self._store.buffers.give(host)
+                self._store.buffers.release(host)
         return self._back
 
     def _on_host(self, buffer: Tensor) -> Tensor:
         return buffer[: self._length * self._dtype.itemsize].view(self._dtype)
 
     def __del__(self) -> None:
-        """Its graph is gone. Where a copy is under way, the memory's next use comes after it."""
+        """Release the memory when the graph is gone; the next use of device memory comes after a copy in flight."""
         host, self._host = self._host, None
         if host is not None:
-            self._store.buffers.give(host)
+            self._store.buffers.release(host)
         if self._back is not None:
             self.done.wait()
 

@@ -1,4 +1,4 @@
-"""What an engine has changed on the user's module while it is attached. Owns: the record of it, to take it back.
+"""The changes that an attached engine has made to the user's module. Owns: the record of them, to undo them.
 
 Must not know: why something was changed.
 """
@@ -16,23 +16,21 @@ from torch.utils.hooks import RemovableHandle
 
 
 class Handle(Protocol):
-    """Something that was put on the module."""
+    """A change to the module that can be removed."""
 
     def remove(self) -> None:
-        """Take it off."""
+        """Remove it."""
 
 
 @dataclass
 class Attachments:
-    """What the engine changes on the module while it is attached.
+    """The engine's changes to the module while it is attached.
 
     reads: whether the engine itself has modules read a state dict, which then writes nothing into sharded weights.
-    marked: the Hugging Face module that was told to keep ``generate()`` in step on all ranks.
-    caching: the Hugging Face configs whose ``use_cache`` was switched off.
-    handles: of the hooks.
-    whole: id(parameter) → its values, which somebody has been given and still has · passing: the handles of what holds,
-    as ``whole`` does, until the engine is called the next time.
-    barriers: the handles of hooks that refuse the use of the module while weights are in host memory.
+    marked: the Hugging Face module whose ``generate()`` was set to stay in step on all ranks. caching: the Hugging Face
+    configs whose ``use_cache`` was switched off. handles: of the hooks. whole: id(parameter) → its values, while
+    somebody still holds them · passing: handles that last, like ``whole``, until the next call of the engine. barriers:
+    the handles of hooks that reject any use of the module while weights are in host memory.
     """
 
     reads: bool = False
@@ -45,7 +43,7 @@ class Attachments:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """The engine has modules read a state dict inside."""
+        """Inside, the engine has modules read a state dict."""
         self.reads = True
         try:
             yield
@@ -53,18 +51,18 @@ class Attachments:
             self.reads = False
 
     def mark(self, module: Any) -> None:
-        """Tell ``module``, a Hugging Face one, that its weights are sharded."""
+        """Mark ``module``, a Hugging Face one, as having sharded weights."""
         self.marked = module
         module._is_fsdp_managed_module = True
 
     def end_passing(self) -> None:
-        """The engine is called."""
+        """Drop ``whole`` and ``passing``, because the engine is called."""
         self.whole.clear()
         while self.passing:
             self.passing.pop().remove()
 
     def unhook(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         self.unbar()
         self.end_passing()
         for handle in self.handles:
@@ -72,7 +70,7 @@ class Attachments:
         self.handles.clear()
 
     def unmark(self) -> None:
-        """The module is told no longer that its weights are sharded, or its blocks checkpointed."""
+        """Remove the marks that weights are sharded, and switch caches of checkpointed models on again."""
         if self.marked is not None:
             self.marked._is_fsdp_managed_module = False
         for config in self.caching:
@@ -80,7 +78,7 @@ class Attachments:
         self.caching.clear()
 
     def unbar(self) -> None:
-        """The module may be used again."""
+        """Allow the use of the module again."""
         for barrier in self.barriers:
             barrier.remove()
         self.barriers.clear()

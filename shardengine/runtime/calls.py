@@ -1,18 +1,19 @@
-"""The forwards of units that a pass has seen, in order, and which of them are over in backward.
+"""The forwards of units in a pass, in order, and which of them are over in backward.
 
 Must not know: units' weights, gradients, hooks.
 
-[Note: Order of calls] Autograd runs ready nodes latest-created first, so it leaves the calls of a forward in reverse:
-when it reaches one, all calls after that are over on this rank, whether it came through them or not. Every rank makes
-the same calls in forward, so every rank meets them in the same order, if those that a rank has left out are met, too.
+[Note: Order of calls] Autograd runs ready nodes latest-created first, so backward visits the calls of a forward in
+reverse. When it reaches one, all later calls are over on this rank, whether it came through them or not. Every rank
+makes the same calls in forward. So every rank meets them in the same order in backward, provided that it also meets
+those that its own backward skipped.
 
-- a line is what one forward of the outermost module called. Parts of a model that are called one by one are one line
-  until one of them is called again. A run of autograd that turns to another line has left the one before
-- a call without grad, in a pass with grad, is one that re-entrant checkpointing computes again in backward, where a
-  call with grad has its backward in one piece. A region (what one checkpoint computes again, in forward order) begins
+- A line is the list of calls of one forward of the outermost module. Parts of a model that are called one by one form
+  one line until one of them is called again. A run of autograd that turns to another line has left the one before.
+- A call without grad, in a pass with grad, is one that re-entrant checkpointing recomputes in backward, and a call with
+  grad there has its backward in one piece. A region (the calls that one checkpoint recomputes, in forward order) begins
   with a call whose inputs need a gradient. A recomputation belongs to the calls whose numbers (autograd's count of
-  nodes) come next after that of the node that is running
-- a call inside of the same unit's, or another unit's, call is in no line: it is over when its own hooks say so
+  nodes) come next after that of the running node.
+- A call inside another call, of the same unit or of another one, is in no line: it is over when its own hooks say so.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from typing import Any
 import torch
 
 _MOST = 64
-"""Forwards whose calls are known at the same time. An older one's backward is that of a line by itself."""
+"""Forwards whose calls are known at the same time. The backward of an older one is that of a line by itself."""
 
 
 class Call:
-    """One forward of unit ``unit``. line None: in none.
+    """One forward of unit ``unit``. line None: the call is in no line.
 
-    number: autograd's, when it began · replayed: it ran without grad, and is computed again in backward · announced:
-    its inputs say when its backward is over · computed: it has been computed again · reached: a gradient has reached
-    its outputs · over: its backward is.
+    number: autograd's count of nodes when it began · replayed: it ran without grad, and is recomputed in backward ·
+    announced: its inputs announce the end of its backward · computed: it has been recomputed · reached: a gradient has
+    reached its outputs · over: its backward is over.
     """
 
     def __init__(self, unit: int, line: Line | None = None, *, replayed: bool = False) -> None:
@@ -47,30 +48,33 @@ class Call:
         self.renew()
 
     def renew(self) -> None:
-        """Before the backward."""
+        """Reset the call before a backward."""
         self.computed = self.reached = self.over = False
 
     def expect_end(self) -> None:
-        """Its inputs say when its backward is over."""
+        """Record that its inputs announce the end of its backward."""
         self.announced = True
 
     @property
     def task(self) -> int:
-        """The run of autograd that came through it last, or runs now."""
+        """The last run of autograd that came through it; for a call in no line, the present run."""
         return torch._C._current_graph_task_id() if self.line is None else self.line.task
 
     def note_computed(self) -> None:
-        """It is computed again."""
+        """Record that it is recomputed."""
         self.computed = True
 
     def note_reached(self) -> None:
-        """A gradient has reached its outputs."""
+        """Record that a gradient has reached its outputs."""
         self.reached = True
 
 
 class Line:
-    """The calls of one forward. left: how many, from the first on, are not over · modules: that were outermost in it ·
-    task: the latest run of autograd that came through it · outstanding: calls that are not over, by unit."""
+    """The calls of one forward.
+
+    left: how many calls, from the first on, are not over · modules: the outermost ones of this line · task: the latest
+    run of autograd that came through it · outstanding: number of calls that are not over, by unit.
+    """
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -79,7 +83,7 @@ class Line:
         self.renew()
 
     def renew(self) -> None:
-        """No backward has come through it."""
+        """Reset the line: no backward has come through it."""
         self.left = len(self.calls)
         self.task = -1
         self.outstanding = Counter(call.unit for call in self.calls)
@@ -87,7 +91,7 @@ class Line:
             call.renew()
 
     def add(self, call: Call, *, begins: bool) -> None:
-        """``call`` begins its forward. begins: a region begins with it, if it is replayed."""
+        """Append ``call``, whose forward begins. begins: a region begins with it, if it is replayed."""
         before = self.calls[-1] if self.calls else None
         if call.replayed and not begins and before is not None and before.replayed:
             call.group = before.group
@@ -97,7 +101,7 @@ class Line:
         self.outstanding[call.unit] += 1
 
     def down_to(self, place: int) -> Iterator[list[Call]]:
-        """The groups after ``place``, from the last one on, that are not known to be over; they are afterwards."""
+        """Yield the groups after ``place``, last one first, that are not known to be over; they are over afterwards."""
         while self.left > place:
             group = self.calls[self.left - 1].group
             if group[0].place < place:
@@ -108,9 +112,11 @@ class Line:
 
 
 class Calls:
-    """The lines of a pass. ``running``: the one through which backward comes at the moment · inside: the units whose
-    forward is open · may_differentiate: whether a unit that trains was called in the last line, so that later calls
-    have a backward at least on ranks that do not cut the graph.
+    """The lines of a pass.
+
+    running: the line that backward comes through at the moment · inside: the units whose forward is open ·
+    may_differentiate: whether a unit that trains was called in the last line, so that later calls have a backward at
+    least on ranks that do not cut the graph.
     """
 
     def __init__(self) -> None:
@@ -122,23 +128,23 @@ class Calls:
         self._count = 0
 
     def forget(self) -> None:
-        """No backward comes any more."""
+        """Forget all lines: no backward comes any more."""
         self.lines.clear()
         self._paused.clear()
         self.running = None
 
     def pause(self) -> None:
-        """A run of autograd has ended, the backward has not: more of the running line may come in a later one."""
+        """End a run of autograd but not the backward: a later run may bring more of the running line."""
         if self.running is not None:
             self._paused.append(self.running)
             self.running = None
 
     def leave(self) -> None:
-        """The run of autograd that came through a line is over, and what it left out is not over with it."""
+        """End the run of autograd that came through a line; the calls that it skipped are not over."""
         self.running = None
 
     def enter(self, module: object) -> None:
-        """The outermost ``module`` begins a forward with grad."""
+        """Begin a forward with grad of ``module``, an outermost one."""
         if not self.lines or id(module) in self.lines[-1].modules or self.lines[-1].task >= 0:
             self._count += 1
             self.lines.append(Line(self._count))
@@ -147,7 +153,7 @@ class Calls:
         self.lines[-1].modules.add(id(module))
 
     def begin(self, unit: int, *, grad: bool, differentiable: bool, trains: bool) -> Call:
-        """A forward of ``unit`` begins. differentiable: one of its inputs needs a gradient · trains: the unit does."""
+        """Begin a forward of ``unit``. differentiable: one of its inputs needs a gradient · trains: the unit does."""
         self.may_differentiate |= trains
         if not self.lines:
             return Call(unit)
@@ -156,7 +162,7 @@ class Calls:
         return call
 
     def computed_again(self, unit: int) -> Call | None:
-        """The call that is computed again where ``unit`` begins a forward in backward; None where none is known."""
+        """Return the call that is recomputed, if ``unit`` begins a forward in backward; None if it is unknown."""
         node: Any = torch._C._current_autograd_node()
         if node is None:
             return None
@@ -169,7 +175,7 @@ class Calls:
         return None
 
     def that_ran(self, unit: int, number: int) -> Call | None:
-        """The call of ``unit`` in which autograd's node ``number`` was made; None where it is in no line."""
+        """Return the call of ``unit`` that made autograd's node ``number``; None if that call is in no line."""
         found: Call | None = None
         for line in self.lines:
             place = bisect_right(line.calls, number, key=lambda call: call.number)
@@ -178,7 +184,7 @@ class Calls:
         return found if found is not None and found.unit == unit else None
 
     def approach(self, call: Call) -> Iterator[list[Call]]:
-        """Backward has come to ``call``: the groups of calls that are over now, in order."""
+        """Yield the groups of calls that are over, in order, because backward has come to ``call``."""
         line, task = call.line, torch._C._current_graph_task_id()
         if line is None:
             return
@@ -188,11 +194,14 @@ class Calls:
         yield from line.down_to(call.group[-1].place + 1)
 
     def is_late(self, call: Call) -> bool:
-        """Whether a gradient comes to ``call`` in a run of autograd that has left it."""
+        """Whether a gradient reaches ``call`` in a run of autograd that has left it already."""
         return call.over and call.line is not None and torch._C._current_graph_task_id() <= call.line.task
 
     def turn_to(self, line: Line) -> Iterator[list[Call]]:
-        """Backward has come to what ``line``'s forward returned, or to a call of it."""
+        """Yield the groups that are over because backward has come to ``line``.
+
+        It has come to the result of the line's forward, or to a call in it.
+        """
         task = torch._C._current_graph_task_id()
         if line.task >= task:
             return  # it came before, in this run
@@ -205,7 +214,10 @@ class Calls:
         self._paused = [each for each in self._paused if each is not line]
 
     def finish(self) -> Iterator[list[Call]]:
-        """The backward has ended: the groups that are over with it. Where it came through none: of the last line."""
+        """End the backward and yield the groups that are over with it.
+
+        If it came through no line, these are the groups of the last line.
+        """
         if self.running is None and not self._paused and self.lines:
             self.running = self.lines[-1]
         last = self.running
@@ -216,7 +228,7 @@ class Calls:
         self.lines = [line for line in self.lines if line.task < 0 and line is not last]
 
     def over(self, call: Call) -> None:
-        """The backward of ``call`` is over."""
+        """Record that the backward of ``call`` is over."""
         line = call.line
         if line is None or call.over:
             return
@@ -230,7 +242,7 @@ class Calls:
         return call.line is not None and call.line.outstanding[call.unit] <= (0 if call.over else 1)
 
     def waits_for_others(self, call: Call) -> bool:
-        """Whether an earlier line, to which backward may yet turn, has calls of the same unit."""
+        """Whether an earlier line that backward may yet turn to has calls of the same unit."""
         line = call.line
         return any(
             line is not None and each.number < line.number and each.task < 0 and each.outstanding[call.unit] > 0
@@ -238,6 +250,6 @@ class Calls:
         )
 
     def is_followed(self, call: Call) -> bool:
-        """Whether the next call to be reached after ``call`` is of the same unit, which therefore stays."""
+        """Whether the next call that backward reaches after ``call`` is of the same unit, which therefore stays."""
         line = call.line
         return line is not None and call.place > 0 and line.calls[call.place - 1].unit == call.unit

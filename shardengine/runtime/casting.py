@@ -1,12 +1,14 @@
-"""Floating-point inputs of the model in the dtype of its weights. Owns: what is cast, new containers around it.
+"""Floating-point inputs of the model in the dtype of its weights. Owns: which tensors are cast, new containers for
+them.
 
 Must not know: when it happens (``runtime/hooks.py``), why (``sharding/precision.py``).
 
 [Note: What is cast] Tensors of fp64, fp32, fp16 and bf16, in the arguments and in nested lists, tuples, mappings and
-dataclasses. Not: integers, bools, complex numbers and fp8 (whose values mean nothing without a scale), buffers of the
-model (an in-place write to a copy would be lost), what other objects hold. The cast is an operation that autograd
-records. Nothing of the caller's is written: what holds a tensor that changes is copied, with everything around it, and
-everything else is passed on as it is. A tensor or container that is given twice is one object afterwards, too.
+dataclasses. Not cast: integers, bools, complex numbers and fp8 (whose values mean nothing without a scale), buffers of
+the model (an in-place write to a copy would be lost), tensors in other objects. The cast is an operation that autograd
+records. The caller's objects are not modified: a container with a tensor that changes is copied, with all containers
+around it; all others are passed on unchanged. A tensor or container that is passed twice is still one object
+afterwards.
 """
 
 from __future__ import annotations
@@ -22,19 +24,20 @@ import torch
 from torch import Tensor, nn
 
 CAST = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
-"""The dtypes that are cast to another one of them."""
+"""The dtypes that are cast to each other."""
 
 
 def cast_inputs(value: Any, dtype: torch.dtype, buffers: Callable[[], Iterable[Tensor]] = tuple) -> Any:
-    """``value`` with its floating-point tensors in ``dtype`` ([Note: What is cast]); itself where nothing changes.
+    """Return ``value`` with its floating-point tensors in ``dtype``; ``value`` itself if nothing changes.
 
-    buffers: the tensors that stay as they are; asked for at the first tensor that would be cast.
+    The note at the top of this file defines the tensors. buffers: tensors that are not cast; called at the first tensor
+    that would be cast.
     """
     return _Cast(dtype, buffers).of(value)
 
 
 class _Cast:
-    """One call. What was seen is kept alive beside what became of it, so that an id means one object."""
+    """One call. Every visited object is kept alive next to its result, so that an id means one object."""
 
     def __init__(self, dtype: torch.dtype, buffers: Callable[[], Iterable[Tensor]]) -> None:
         self._dtype = dtype
@@ -43,7 +46,7 @@ class _Cast:
         self._seen: dict[int, tuple[Any, Any]] = {}
 
     def of(self, value: Any) -> Any:
-        """``value``, cast."""
+        """Return ``value``, cast."""
         if isinstance(value, Tensor):
             return value if value.dtype is self._dtype or value.dtype not in CAST else self._once(value, self._tensor)
         if isinstance(value, Mapping):
@@ -57,7 +60,7 @@ class _Cast:
     def _once(self, value: Any, cast: Callable[[Any], Any]) -> Any:
         known = self._seen.get(id(value))
         if known is None:
-            self._seen[id(value)] = known = value, value  # what holds itself stays
+            self._seen[id(value)] = known = value, value  # a container that holds itself stays
             self._seen[id(value)] = known = value, cast(value)
         return known[1]
 
@@ -90,7 +93,7 @@ class _Cast:
 
 
 def _replaced(value: Mapping[Any, Any], changed: dict[Any, Any]) -> Mapping[Any, Any]:
-    """A copy of ``value`` with other items at the keys of ``changed``; ``value`` itself if its class refuses that."""
+    """Return a copy of ``value`` with other items at the keys of ``changed``; ``value`` itself if its class refuses."""
     if type(value) is dict:
         return {**value, **changed}
     copies_items = isinstance(value, (dict, UserDict))
@@ -98,7 +101,7 @@ def _replaced(value: Mapping[Any, Any], changed: dict[Any, Any]) -> Mapping[Any,
         if not copies_items and not (isinstance(value, MutableMapping) and hasattr(value, "__dict__")):
             return type(value)({**value, **changed})  # type: ignore[call-arg]  # such as a MappingProxyType
         new: Any = copy.copy(value)
-        if not copies_items:  # what its class keeps the items in is shared by a shallow copy
+        if not copies_items:  # a shallow copy shares the dict that holds the items
             vars(new).update({name: dict(held) for name, held in vars(value).items() if type(held) is dict})
         for key, item in changed.items():
             new[key] = item
@@ -108,7 +111,7 @@ def _replaced(value: Mapping[Any, Any], changed: dict[Any, Any]) -> Mapping[Any,
 
 
 def _same_tuple(value: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
-    """A tuple of the class of ``value``, named ones included, with ``items``."""
+    """Return a tuple of the class of ``value``, named ones included, with ``items``."""
     kind = type(value)
     if kind is tuple:
         return tuple(items)
@@ -121,7 +124,7 @@ def _same_tuple(value: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
 
 
 def _with_fields(value: Any, changed: dict[str, Any]) -> Any:
-    """A copy of the dataclass ``value`` with other values in the fields of ``changed``, frozen or not."""
+    """Return a copy of the dataclass ``value`` with other values in the fields of ``changed``, frozen or not."""
     new = copy.copy(value)
     for name, item in changed.items():
         object.__setattr__(new, name, item)
@@ -129,7 +132,7 @@ def _with_fields(value: Any, changed: dict[str, Any]) -> Any:
 
 
 def explain(error: BaseException, cast: torch.dtype | None, *, inputs: bool) -> None:
-    """Add to torch's ``error`` about dtypes, raised in the forward of a model that was ``cast``, what to do.
+    """Add advice to torch's ``error`` about dtypes, raised in the forward of a model that was ``cast``.
 
     inputs: whether inputs were cast.
     """

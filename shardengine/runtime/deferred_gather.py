@@ -1,9 +1,8 @@
-"""Stepped weights on their way (``overlap_param_gather``): who waits for them, and when.
+"""Stepped weights in flight (``overlap_param_gather``): who waits for them, and when.
 
-After a step the gathers of stages 1 and 2 are left in flight. Blocks wait for their own parameters as their forward
-begins, everything else as the outermost forward begins; until then the parameters in flight are poison
-(sharding/poison.py).
-Must not know: the optimizer, how hooks are registered.
+After a step the gathers of stages 1 and 2 are left in flight. A block waits for its own parameters when its forward
+begins, everything else when the outermost forward begins. Until then the parameters in flight are poison
+(sharding/poison.py). Must not know: the optimizer, how hooks are registered.
 """
 
 from __future__ import annotations
@@ -16,7 +15,10 @@ from shardengine.sharding import IN_FLIGHT, Bucket
 
 
 class DeferredGather:
-    """``members``: all that rest in flat buffers. groups: their indices per block, first those that are in none."""
+    """Waits for gathers after a step.
+
+    members: all parameters in flat buffers. groups: their indices per block; group 0 has those that are in no block.
+    """
 
     def __init__(self, members: Sequence[Member], groups: Sequence[Iterable[int]]) -> None:
         self._flights: dict[int, Work] = {}
@@ -30,11 +32,11 @@ class DeferredGather:
         self._groups = [tuple(group) for group in groups]
 
     def add_in_flight(self, bucket: Bucket, work: Work) -> None:
-        """``bucket`` is being gathered."""
+        """Add ``bucket``, whose gather is ``work``."""
         self._flights[bucket.layout.index] = work
 
     def hide(self) -> None:
-        """The step is over: parameters that are not gathered yet become poison."""
+        """End the step: parameters that are not gathered yet become poison."""
         for index, buckets in self._buckets.items():
             if not buckets.isdisjoint(self._flights):
                 member = self._members[index]
@@ -42,17 +44,17 @@ class DeferredGather:
                 self._hidden.add(index)
 
     def await_group(self, number: int) -> None:
-        """Wait for the parameters of a group; nothing to do where nothing is in flight."""
+        """Wait for the parameters of a group, if any gather is in flight."""
         if self._flights:
             self._await(self._groups[number])
 
     def await_all(self) -> None:
-        """Wait for everything."""
+        """Wait for all gathers."""
         if self._flights:
             self._await(self._members)
 
     def drop(self) -> None:
-        """After a failure: forget what is in flight."""
+        """Forget gathers in flight, after a failure."""
         self._flights.clear()
         self._hidden.clear()
 

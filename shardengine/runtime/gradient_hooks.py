@@ -1,21 +1,22 @@
-"""Hooks of parameters: autograd tells the engine of each gradient, the user's hooks wait for the complete one.
+"""Hooks of parameters: autograd passes each gradient to the engine; the user's hooks wait for the complete one.
 
-Owns: what stands in ``parameter._post_accumulate_grad_hooks`` while an engine is attached, when the user's hooks run,
-and what one may not do. Must not know: buckets, how gradients come to be complete, the optimizer.
+Owns: the contents of ``parameter._post_accumulate_grad_hooks`` while an engine is attached, when the user's hooks run,
+and the limits on them. Must not know: buckets, how gradients come to be complete, the optimizer.
 
-[Note: Hooks of the user's] ``parameter.register_post_accumulate_grad_hook(hook)`` runs ``hook(parameter)`` in plain
-torch as soon as a backward has added its gradient to ``parameter.grad``. That would be this rank's gradient of this
-micro-batch, which the engine takes away for its buckets. So such a hook, whether it was registered before or after
-``initialize``, runs once per step, at the end of the window's last backward, when ``parameter.grad`` shows the mean
-over ranks and micro-batches (``ddp/gradient_views.py``); on every rank in one order, for the parameters that some rank
-has used, also on a rank that has run out of data. What it does to the gradient is stepped with. It may not step the
-parameter: an optimizer in a hook (to free each gradient at once) would step before the gradients are clipped, and
-``step()`` once more after it. The engine's own way to that is ``step_in_backward``.
+[Note: Hooks of the user's] In plain torch ``parameter.register_post_accumulate_grad_hook(hook)`` runs
+``hook(parameter)`` as soon as a backward has added its gradient to ``parameter.grad``. With an engine that would be
+this rank's gradient of this micro-batch, which the engine takes away for its buckets. So such a hook, registered before
+or after ``initialize``, runs once per step, at the end of the window's last backward. ``parameter.grad`` then shows the
+mean over ranks and micro-batches (``ddp/gradient_views.py``). Hooks run on every rank in the same order, for the
+parameters that some rank has used, also on a rank that has run out of data. The step uses the gradient as the hook
+leaves it. A hook may not step the parameter: an optimizer in a hook (to free each gradient at once) would step before
+the gradients are clipped, and ``step()`` would step once more after it. ``step_in_backward`` is the engine's
+replacement for such optimizers.
 
-torch keeps the hooks in a dict, and a handle takes its own out of the dict in which it was registered. So the dict of a
-parameter is exchanged for one that has only the engine's hook inside, which is all that autograd sees, and those of the
-user beside it. An earlier dict is kept as it is, its handles work. Where nothing was added it is put back at the end;
-otherwise the parameter goes on with both.
+torch keeps the hooks in a dict, and a handle removes its hook from the dict that it was registered in. So the
+parameter's dict is replaced by one that contains only the engine's hook, which is all that autograd sees; the user's
+hooks are kept beside it. The earlier dict is kept unchanged, so its handles work. At the end it is put back if no hook
+was added; otherwise the parameter keeps both.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ _INSTEAD = (
 
 
 class _Hooks(OrderedDict[Any, Hook]):
-    """What autograd calls is inside, what waits is not, but torch's handles take it for a part of this."""
+    """Contains the hook that autograd calls. Waiting hooks are kept beside it; for torch's handles they are in it as
+    well."""
 
     def __init__(self, before: Mapping[Any, Hook] | None) -> None:
         super().__init__()
@@ -74,11 +76,11 @@ class _Hooks(OrderedDict[Any, Hook]):
             hook(parameter)
 
     def of_user(self) -> list[Hook]:
-        """The hooks that wait."""
+        """Return the user's hooks, which wait."""
         return [*(self.before or {}).values(), *self.waiting.values()]
 
     def begin(self, asked: Callable[[], None]) -> None:
-        """They wait from now on; ``asked`` is called when there is one."""
+        """Let the user's hooks wait from now on. asked: called when there is one."""
         if self._passing_on is not None:
             self._passing_on.remove()
             self._passing_on = None
@@ -87,7 +89,7 @@ class _Hooks(OrderedDict[Any, Hook]):
             asked()
 
     def end(self, parameter: nn.Parameter) -> None:
-        """Autograd calls them, as it would without an engine."""
+        """Let autograd call the user's hooks, as without an engine."""
         self.asked = lambda: None
         if self.waiting:
             self._passing_on = self.listen(parameter, self.call)
@@ -95,9 +97,9 @@ class _Hooks(OrderedDict[Any, Hook]):
             parameter._post_accumulate_grad_hooks = self.before  # type: ignore[assignment]
 
     def listen(self, parameter: nn.Parameter, hook: Hook) -> RemovableHandle:
-        """``hook`` is what autograd calls."""
+        """Register ``hook`` as the one that autograd calls."""
         trainable = parameter.requires_grad
-        parameter.requires_grad_(True)  # one that is frozen for now takes no hook
+        parameter.requires_grad_(True)  # a frozen parameter accepts no hook
         self._listens = True
         try:
             parameter._post_accumulate_grad_hooks = self
@@ -108,13 +110,13 @@ class _Hooks(OrderedDict[Any, Hook]):
 
 
 class GradientHooks:
-    """The hooks of the trainable ``parameters`` (number → parameter), which give ``schedule`` their gradients.
+    """The hooks of the trainable ``parameters`` (number → parameter), which pass their gradients to ``schedule``.
 
-    names: number → name · rank: this one's · tell: the other ranks of what a hook of the user's has raised.
+    names: number → name · rank: this one's. The last argument reports an exception of a user's hook to the other ranks.
 
-    torch holds hooks where the garbage collector does not see them, so what they refer to would never be freed: they
-    have a weak reference to the schedule, which the module's hooks keep alive. A parameter that outlives its module and
-    its engine is an ordinary one.
+    torch holds hooks in a place that the garbage collector does not see, so objects that they refer to would never be
+    freed. So they have a weak reference to the schedule, which the module's hooks keep alive. A parameter that outlives
+    its module and its engine is an ordinary one.
     """
 
     def __init__(
@@ -137,8 +139,10 @@ class GradientHooks:
             self._handles.append(hooks.listen(parameter, _taking(listener, index, hooks)))
 
     def run(self, touched: Collection[int]) -> None:
-        """The gradients of the parameters ``touched`` are complete: call the user's hooks ([Note: Hooks of the
-        user's])."""
+        """Call the user's hooks of the parameters ``touched``, whose gradients are complete.
+
+        See [Note: Hooks of the user's].
+        """
         for index in sorted(self._asked.intersection(touched)):
             for hook in self._hooks[index].of_user():
                 try:
@@ -167,7 +171,7 @@ class GradientHooks:
             ) from cause
 
     def remove(self) -> None:
-        """The user's hooks are ordinary ones again."""
+        """Make the user's hooks ordinary ones again."""
         for handle in self._handles:
             handle.remove()
         for index, hooks in self._hooks.items():
@@ -176,7 +180,7 @@ class GradientHooks:
 
 
 def check(model: nn.Module) -> None:
-    """``UsageError`` for an optimizer that steps in hooks which nothing can see."""
+    """Raise ``UsageError`` for an optimizer that steps in hooks that cannot be observed."""
     for name, parameter in model.named_parameters():
         if getattr(parameter, "_in_backward_optimizers", None):
             raise UsageError(
@@ -186,7 +190,7 @@ def check(model: nn.Module) -> None:
 
 
 def _taking(listener: weakref.ref[Schedule], index: int, hooks: _Hooks) -> Hook:
-    """The hook that gives the gradient of parameter ``index`` to the schedule, as long as that lives."""
+    """Return the hook that passes the gradient of parameter ``index`` to the schedule, as long as that exists."""
 
     def ready(parameter: Tensor) -> None:
         if (alive := listener()) is None:
@@ -197,7 +201,7 @@ def _taking(listener: weakref.ref[Schedule], index: int, hooks: _Hooks) -> Hook:
             if gradient is not None:
                 alive.post_accumulate_grad(index, gradient)
         except BaseException:
-            parameter.grad = shown  # a backward that is refused changes nothing
+            parameter.grad = shown  # a backward that raises changes nothing
             raise
 
     return ready

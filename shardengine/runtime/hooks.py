@@ -1,21 +1,20 @@
-"""Every hook registration of the library on modules. Each hook's body is one call into the schedule (or the deferred
-gather).
+"""Every hook registration of the library on modules. A hook's body is one call into the schedule or the deferred
+gather.
 
 Must not know: buckets, collectives, the optimizer.
 
 [Note: Backward hooks] Backward is observed on autograd nodes (``Node.register_prehook``), not on tensors or modules:
-module full-backward hooks miss dict outputs and forbid in-place operations on outputs, tensor hooks miss an in-place
-operation on a view of an output. The node that produced an output runs before any other node of its unit, and a
-node that produced an input runs after all of them: autograd runs ready nodes latest-created first, and inputs were
-created first. So the first of the input nodes to run says that the unit's backward is over. An in-place operation on an
-output that is a view takes the view's own node out of the graph, so the node of its base is observed as well.
-Where one unit's input is another's output, "over" is announced before "reached", so that one is freed before the other
-is gathered.
+module full-backward hooks miss dict outputs and forbid in-place operations on outputs; tensor hooks miss an in-place
+operation on a view of an output. The node that produced an output runs before any other node of its unit. A node that
+produced an input runs after all of them, because autograd runs ready nodes latest-created first, and inputs were
+created first. So the unit's backward is over when the first of the input nodes runs. An in-place operation on an output
+that is a view takes the view's own node out of the graph, so the node of its base is observed as well. If one unit's
+input is another's output, "over" is announced before "reached", so that one is freed before the other is gathered.
 
-[Note: Compiled modules] A hook moves weights, so it may not become part of a compiled graph: dynamo is told to leave
-hooks alone. ``torch.compile(block)`` is a module around the block, its hooks run outside of the graph. What was
+[Note: Compiled modules] A hook moves weights, so it must not become part of a compiled graph: dynamo is configured to
+leave hooks alone. ``torch.compile(block)`` is a module around the block, whose hooks run outside of the graph. A module
 compiled in place (``block.compile()``) or around units (a compiled root) has hooks inside: the graph breaks there, and
-what runs between the hooks is compiled piece by piece.
+the code between the hooks is compiled piece by piece.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ from shardengine.runtime.schedule import Schedule
 
 
 class _Hook:
-    """A hook's body. A copy of the module would drive the engine of the original, so copying one is refused.
+    """A hook's body. A copy of the module would drive the engine of the original, so copying it raises an error.
 
-    refuse: raises the refusal, where it is another one.
+    refuse: raises that error instead of the default one.
     """
 
     def __init__(self, call: Callable[..., None], refuse: Callable[[], None] = lambda: None) -> None:
@@ -70,7 +69,10 @@ class _Hook:
 
 @functools.cache
 def _keep_out_of_graphs() -> None:
-    """Once, and not at import, which would import all of dynamo ([Note: Compiled modules])."""
+    """Keep dynamo out of hooks.
+
+    This is done once, and not at import, which would import all of dynamo ([Note: Compiled modules]).
+    """
     reason = (
         "shardengine listens to this module's forward in a hook, which cannot be part of a graph. With fullgraph=True "
         "compile the block, not what is around it, by wrapping it before initialize: "
@@ -81,12 +83,12 @@ def _keep_out_of_graphs() -> None:
 
 
 def _hookable(root: nn.Module) -> list[nn.Module]:
-    """The modules of ``root`` but TorchScript, which takes no hooks and holds no weights of the engine's."""
+    """Return the modules of ``root`` except TorchScript, which takes no hooks and holds no weights of the engine's."""
     return [module for module in root.modules() if not isinstance(module, torch.jit.ScriptModule)]
 
 
 class _Listener:
-    """A hook's body where weights rest whole. A copy of the module gets one that does nothing."""
+    """A hook's body for weights that rest whole. In a copy of the module it does nothing."""
 
     def __init__(self, call: Callable[..., None] | None = None) -> None:
         _keep_out_of_graphs()
@@ -101,8 +103,10 @@ class _Listener:
 
 
 def attach_forward_events(schedule: Schedule, module: nn.Module) -> list[RemovableHandle]:
-    """Where weights rest whole nothing else listens to forwards: tell the schedule of those of ``module``, and when a
-    gradient reaches what it returned."""
+    """Announce forwards of ``module`` to the schedule, and gradients that reach the tensors that it returned.
+
+    It is used if weights rest whole: nothing else listens to forwards then.
+    """
 
     def pre_forward(_module: nn.Module, _args: Any) -> None:
         if torch.is_grad_enabled() and not schedule.in_backward:
@@ -121,13 +125,13 @@ def attach_forward_events(schedule: Schedule, module: nn.Module) -> list[Removab
 
 
 def attach_scale(schedule: Schedule, loss: Tensor) -> None:
-    """Tell ``schedule`` when a backward of ``loss``, which has the loss scale, begins."""
+    """Announce to ``schedule`` that a backward of ``loss``, which has the loss scale, begins."""
     if loss.grad_fn is not None:
         loss.grad_fn.register_prehook(lambda _gradients: schedule.begin_scaled())
 
 
 class _InputCast:
-    """The hook that casts a module's inputs. A copy of the module gets one that does nothing."""
+    """The hook that casts a module's inputs. In a copy of the module it does nothing."""
 
     def __init__(self, dtype: torch.dtype | None = None, device: str = "cpu", holders: Sequence[Any] = ()) -> None:
         _keep_out_of_graphs()
@@ -152,7 +156,7 @@ class _InputCast:
 def attach_input_cast(module: nn.Module, dtype: torch.dtype, device: str) -> list[RemovableHandle]:
     """Cast the floating-point inputs of every call of ``module`` to ``dtype``, before its other hooks see them.
 
-    device: the type of the device whose autocast regions leave inputs as they are, for autocast to cast.
+    device: the type of the device; inside its autocast regions inputs are left to autocast.
     """
     cast = _InputCast(dtype, device, [part._buffers for part in module.modules()])
     return [module.register_forward_pre_hook(cast, with_kwargs=True, prepend=True)]
@@ -161,7 +165,10 @@ def attach_input_cast(module: nn.Module, dtype: torch.dtype, device: str) -> lis
 def attach_deferred_gather(
     deferred_gather: DeferredGather, root: nn.Module, blocks: Mapping[nn.Module, int]
 ) -> list[RemovableHandle]:
-    """Let forwards wait for stepped weights: ``blocks`` (module → its group) for their own, others for group 0."""
+    """Let forwards wait for stepped weights.
+
+    ``blocks`` (module → its group) wait for group 0 and their own group, other modules for group 0.
+    """
     handles: list[RemovableHandle] = []
     inside = {id(child) for block in blocks for child in block.modules() if child is not block}
 
@@ -182,7 +189,7 @@ def attach_deferred_gather(
 
 
 def attach_state_dict_guard(module: nn.Module, refuse: Callable[[], None]) -> list[RemovableHandle]:
-    """Call ``refuse`` when somebody asks ``module`` or a part of it for a state dict."""
+    """Call ``refuse`` when a state dict of ``module`` or a part of it is requested."""
     refusal = _Hook(lambda _module, _prefix, _keep: refuse())
     return [part.register_state_dict_pre_hook(refusal) for part in _hookable(module)]
 
@@ -190,8 +197,10 @@ def attach_state_dict_guard(module: nn.Module, refuse: Callable[[], None]) -> li
 def attach_state_dict_names(
     module: nn.Module, value_of: Callable[[nn.Parameter], Tensor | None]
 ) -> list[RemovableHandle]:
-    """In state dicts of ``module`` and its parts each parameter's value is ``value_of`` it, where that is not None.
-    With ``keep_vars`` they hold the parameters themselves."""
+    """Replace each parameter in state dicts of ``module`` and its parts by ``value_of`` it, unless that is None.
+
+    With ``keep_vars`` they hold the parameters themselves.
+    """
 
     def put(part: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
         for name, parameter in part._parameters.items():
@@ -205,13 +214,13 @@ def attach_state_dict_names(
 
 
 def attach_load_guard(module: nn.Module, refuse: Callable[[nn.Module], None]) -> list[RemovableHandle]:
-    """Call ``refuse`` with each part of ``module`` into whose own parameters a state dict is about to be loaded."""
+    """Call ``refuse`` with each part of ``module`` that is about to load its own parameters from a state dict."""
     guard = _Hook(lambda part, *_: refuse(part))
     return [part.register_load_state_dict_pre_hook(guard) for part in _hookable(module)]
 
 
 def attach_barrier(module: nn.Module, refuse: Callable[[], None]) -> list[RemovableHandle]:
-    """Call ``refuse`` when somebody runs or copies ``module`` or a part of it, reads its state dict or loads one."""
+    """Call ``refuse`` when ``module`` or a part of it is run or copied, or its state dict is read or loaded."""
     barrier = _Hook(lambda *_: refuse(), refuse)
     handles = attach_state_dict_guard(module, refuse)
     for part in _hookable(module):
@@ -221,7 +230,7 @@ def attach_barrier(module: nn.Module, refuse: Callable[[], None]) -> list[Remova
 
 
 def attach_weights(schedule: Schedule, root: nn.Module, units: Mapping[nn.Module, int]) -> list[RemovableHandle]:
-    """Announce the forwards of ``units`` (module → index) and of every module around them, and their backwards."""
+    """Announce the forwards and backwards of ``units`` (module → index) and of every module around them."""
     handles: list[RemovableHandle] = []
     inside = {id(child) for unit in units for child in unit.modules() if child is not unit}
     for module in _hookable(root):
@@ -234,7 +243,7 @@ def attach_weights(schedule: Schedule, root: nn.Module, units: Mapping[nn.Module
         ended = announce.ended if module in units else None
         handles.append(module.register_forward_pre_hook(_enter(schedule, root), prepend=True))
         leave = _leave(schedule, root, ended)
-        handles.append(module.register_forward_hook(leave, always_call=True))  # also where it raises
+        handles.append(module.register_forward_hook(leave, always_call=True))  # even if it raises
     return handles
 
 
@@ -258,7 +267,7 @@ def _leave(schedule: Schedule, root: nn.Module, ended: Callable[[], None] | None
             outermost = schedule.post_forward_root(module, tensors)
         except (CommunicationError, MismatchError) as error:
             if output is None and isinstance(error.__context__, (CommunicationError, MismatchError)):
-                return  # the forward has raised, which waited for what this waits for
+                return  # the forward has raised the error of the same wait already
             raise
         if outermost and torch.is_grad_enabled():
             forward = Forward() if module is whole() else None
@@ -270,10 +279,10 @@ def _leave(schedule: Schedule, root: nn.Module, ended: Callable[[], None] | None
 
 
 class Watched:
-    """The parameters of one module whose weights rest sharded: says when somebody asks for one of them by its name.
+    """The parameters of one module whose weights rest sharded; it announces look-ups of a parameter by name.
 
-    ``nn.Module`` looks a parameter up in this dict (``module.weight``), also where another module's forward asks. What
-    iterates over parameters does not. Compiled code does not either: its look-ups become inputs of the graph.
+    ``nn.Module`` looks a parameter up in this dict (``module.weight``), also for another module's forward. Iteration
+    over parameters does not, and neither does compiled code: its look-ups become inputs of the graph.
     """
 
     class _Parameters(dict[str, nn.Parameter | None]):
@@ -295,16 +304,17 @@ class Watched:
         vars(module)["_parameters"] = watched
 
     def remove(self) -> None:
-        """The module has an ordinary dict again."""
+        """Give the module an ordinary dict again."""
         vars(self._module)["_parameters"] = dict(self._module._parameters)
 
 
 def attach_reads(
     schedule: Schedule, units: Mapping[nn.Module, int], unit_of: Mapping[int, int], tell: Callable[[str, int], None]
 ) -> list[Watched]:
-    """Let reads of weights outside of their unit's forward find them whole.
+    """Unshard weights that are read outside of their unit's forward.
 
-    unit_of: id(parameter) → its unit · tell: called with (name in the module, id(parameter)) at each such read.
+    unit_of: id(parameter) → its unit. The last argument is called with (name in the module, id(parameter)) at each such
+    read.
     """
 
     def announcer(module: nn.Module) -> Callable[[str], None]:
@@ -337,7 +347,7 @@ class _NodeEvents:
 
     @classmethod
     def of(cls, node: Any) -> _NodeEvents:
-        """The events of ``node``, registered when first asked for."""
+        """Return the events of ``node``, which are registered at the first call."""
         events: _NodeEvents | None = node.metadata.get(cls._KEY)
         if events is None:
             events = node.metadata[cls._KEY] = cls()
@@ -346,8 +356,10 @@ class _NodeEvents:
 
 
 class _UnitHooks:
-    """The hooks of one unit. ``open`` holds the calls between pre-forward and post-forward, innermost last, each with
-    whether an input has a graph; ``recorded`` whether autograd holds records of those forwards.
+    """The hooks of one unit.
+
+    ``_open`` holds the calls between pre-forward and post-forward, innermost last, each with whether an input has a
+    graph. ``_recorded`` holds whether autograd has records of those forwards.
     """
 
     def __init__(self, schedule: Schedule, index: int) -> None:
@@ -390,26 +402,26 @@ class _UnitHooks:
         self._schedule.post_forward(self._index, grad, keep, outputs)
 
     def ended(self) -> None:
-        """A forward has returned or raised."""
+        """End a forward, which has returned or raised."""
         if self._recorded and self._recorded.pop():
             self._saved.end()
 
 
 def _nodes_of(outputs: Sequence[Tensor]) -> set[Any]:
-    """The autograd nodes that a gradient of ``outputs`` reaches first, those of views' bases included."""
+    """Return the autograd nodes that a gradient of ``outputs`` reaches first, those of views' bases included."""
     bases = [t._base for t in outputs if t._base is not None]
     return {t.grad_fn for t in (*outputs, *bases) if t.grad_fn is not None}
 
 
 def watch_gradients(outputs: Any, change: Callable[[Tensor], Tensor | None]) -> None:
-    """Call ``change`` with each gradient that reaches a tensor of ``outputs``; what it returns, unless None, counts."""
+    """Call ``change`` with each gradient that reaches a tensor of ``outputs``; its result, unless None, replaces it."""
     for tensor in tensors_in(outputs):
         if tensor.grad_fn is not None:
             tensor.register_hook(change)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested tuples, lists, mappings and dataclasses; other objects are not looked into."""
+    """Yield the tensors in nested tuples, lists, mappings and dataclasses; other objects are not searched."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):

@@ -1,19 +1,19 @@
-"""Giving the weights of a model their places: flat buffers and units in the mesh's memory, filled with their values.
+"""The initial placement of a model's weights: flat buffers and units in the mesh's memory, filled with their values.
 
-Owns: who gets master weights, and what they begin with. Must not know: stages, the optimizer, later moves.
+Owns: which weights get master weights, and their initial values. Must not know: stages, the optimizer, later moves.
 
-[Note: Peak] A flat buffer is filled bucket by bucket, and what a parameter came with is let go of with its last bucket.
-So beside the model state there is never more than one bucket in fp32 and those parameters that are not in yet. These
-count only where the model came in the same memory.
+[Note: Peak] A flat buffer is filled bucket by bucket, and a parameter's original values are released with its last
+bucket. So in addition to the model state there is never more than one bucket in fp32, and the original values of
+parameters that are not placed yet. These count only if the model came in the same memory.
 
-[Note: No values] Ranks other than 0 take its values and read none of their own, which may be on the meta device. torch
-lets no parameter move from there by ``.data``, so it is exchanged in place for one with a single element behind its
-shape, until it shows its part of a flat buffer.
+[Note: No values] Ranks other than 0 take rank 0's values and read none of their own, which may be on the meta device.
+torch does not let a parameter leave the meta device by ``.data``. So it is replaced in place by one with a single
+element behind its shape, until it shows its part of a flat buffer.
 
-[Note: From a source] Where a ``Source`` gives values, no rank has them. Each asks for its own slice of every bucket and
-writes it to its place; only where weights rest replicated are the slices gathered. What a bucket also holds of
-parameters with values is rank 0's, so such a bucket is filled and sent by rank 0. Parameters outside of the flat
-buffers, and buffers, are whole on every rank; rank 0 asks and sends.
+[Note: From a source] If a ``Source`` gives values, no rank has them. Each rank requests its own slice of every bucket
+and writes it to its place; slices are gathered only if weights rest replicated. A bucket that also holds parameters
+with values is filled and sent by rank 0. Parameters outside of the flat buffers, and buffers, are whole on every rank;
+rank 0 requests and sends them.
 """
 
 from __future__ import annotations
@@ -58,12 +58,11 @@ def place(
     which: Precision = Precision(),  # noqa: B008  (frozen)
     homes: Homes = Homes(),  # noqa: B008  (frozen)
 ) -> list[Unit]:
-    """Move every parameter to the mesh's device, one flat buffer at a time; build the units.
+    """Move every parameter to the mesh's device, one flat buffer at a time; return the units.
 
-    What the partition's source does not give begins with rank 0's values.
-
-    Where parameters that an optimizer steps are not fp32, the values they came with become fp32 master weights, if
-    there are to be any. weights: where they rest · which: as in ``analyse`` · state, homes: as in ``FlatBuffer``.
+    Parameters that the partition's source does not give begin with rank 0's values. If parameters that an optimizer
+    steps are not fp32 and there are to be master weights, their original values become fp32 master weights. weights:
+    their placement at rest · which: as in ``analyse`` · state, homes: as in ``FlatBuffer``.
     """
     mesh, left, source = collectives.mesh, partition.left, partition.source
     with torch.no_grad():
@@ -98,7 +97,7 @@ def place(
             unit = Unit(index, name, flat_buffers, members, layout)
             if weights.sharded_over is not None:
                 unit.detach_shards()
-                if source is not None and not mesh.platform.is_apart:
+                if source is not None and not mesh.platform.has_own_memory:
                     mesh.platform.free_cached()  # malloc would leave holes between the shards, one per unit
             units.append(unit)
         if source is not None:
@@ -107,9 +106,12 @@ def place(
 
 
 def place_buffers(model: nn.Module, mesh: Mesh, source: Source | None = None) -> None:
-    """Move every buffer to the mesh's device. One without values ([Note: No values]) gets memory; on rank 0 those that
-    ``source`` gives, if any, on other ranks any values."""
-    placed: dict[int, Tensor] = {}  # one that several modules share stays one
+    """Move every buffer to the mesh's device.
+
+    A buffer without values ([Note: No values]) gets memory. On rank 0 ``source`` fills the buffers that it gives, if
+    any; on other ranks the values are undefined.
+    """
+    placed: dict[int, Tensor] = {}  # a buffer that several modules share stays one
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
             if id(buffer) not in placed:
@@ -120,14 +122,14 @@ def place_buffers(model: nn.Module, mesh: Mesh, source: Source | None = None) ->
 
 
 def _on(mesh: Mesh, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``tensor`` on the mesh's device, contiguous; with any values if it has none."""
+    """Return ``tensor`` on the mesh's device, contiguous; with undefined values if it has none."""
     if tensor.is_meta and mesh.device.type != "meta":
         return torch.empty(tensor.shape, dtype=dtype, device=mesh.device)
     return tensor.to(mesh.device, dtype).contiguous()
 
 
 def _leave_meta(parameter: nn.Parameter, mesh: Mesh) -> None:
-    """``parameter`` may show memory of the mesh's device from now on ([Note: No values])."""
+    """Make ``parameter`` able to show memory of the mesh's device ([Note: No values])."""
     if not parameter.is_meta or mesh.device.type == "meta":
         return
     shape_alone = torch.empty(1, dtype=parameter.dtype, device=mesh.device).expand(parameter.shape)
@@ -145,7 +147,7 @@ def new_flat_buffer(
     placements: tuple[Placement, Placement],
     homes: Homes,
 ) -> tuple[FlatBuffer, list[Member]]:
-    """A flat buffer without values, and the members that will show it. placements: of weights and of states at rest."""
+    """Return a flat buffer without values, and its members. placements: of weights and of states at rest."""
     specs = [layout.parameters[slot.parameter] for slot in which.slots]
     flat_buffer = FlatBuffer(which, specs, getattr(torch, which.dtype), mesh.platform, mesh.rank, placements, homes)
     return flat_buffer, [
@@ -155,7 +157,7 @@ def new_flat_buffer(
 
 
 class _Filling:
-    """Fills one flat buffer, bucket by bucket ([Note: Peak]). weights: where they will rest."""
+    """Fills one flat buffer, bucket by bucket ([Note: Peak]). weights: their placement at rest."""
 
     def __init__(
         self,
@@ -171,8 +173,10 @@ class _Filling:
         self._by_index = {member.index: member for member in members}
 
     def from_rank_0(self, bucket: Bucket, left: LeftShards | None, source: Source | None) -> None:
-        """Rank 0's values, unrounded into master weights where it gets some. What a closed engine has left comes from
-        where that is."""
+        """Fill a bucket with rank 0's values, unrounded in its master weights if it has some.
+
+        Parameters that a closed engine has left sharded get their values from those shards.
+        """
         full = self._values_of(bucket)
         parts = []
         for piece in self._layout.pieces(bucket.layout):
@@ -193,8 +197,11 @@ class _Filling:
         self._end(bucket, full)
 
     def from_source(self, bucket: Bucket, source: Source) -> None:
-        """This rank's slice of the values; all slices where they will rest replicated ([Note: From a source])."""
-        if self._weights.sharded_over is not None and bucket.rests_apart:
+        """Fill a bucket with this rank's slice of the source's values; with all slices if weights rest replicated.
+
+        See [Note: From a source].
+        """
+        if self._weights.sharded_over is not None and bucket.has_own_shard:
             self._shard_from(bucket, source)
             return
         full, layout = self._values_of(bucket), bucket.layout
@@ -206,7 +213,7 @@ class _Filling:
         if self._masters:
             own = bucket.own_slice(bucket.full, Placement.SHARDED)
             own.copy_(bucket.own_slice(full, Placement.SHARDED))
-        sent = [(full, bucket.state if self._masters else self._weights)]
+        sent = [(full, bucket.state_placement if self._masters else self._weights)]
         sent += [(bucket.full, self._weights)] if self._masters else []
         for values, resting in sent:
             part = bucket.own_slice(values, resting)
@@ -214,7 +221,7 @@ class _Filling:
         self._end(bucket, full)
 
     def _shard_from(self, bucket: Bucket, source: Source) -> None:
-        """What rests with this rank, straight to where it will rest: the bucket's full length is not touched."""
+        """Fill this rank's part of a bucket in its place at rest, without touching the bucket's full length."""
         layout, flat_buffer = bucket.layout, bucket.flat_buffer
         first, last = layout.interval(self._weights, bucket.rank)
         dtype = torch.float32 if self._masters else bucket.full.dtype
@@ -233,7 +240,7 @@ class _Filling:
         self._show(bucket)
 
     def _values_of(self, bucket: Bucket) -> Tensor:
-        """Memory for the values of ``bucket``: its own, or where master weights will keep them unrounded, fp32."""
+        """Return memory for the values of ``bucket``: its own, or fp32 if master weights will keep them unrounded."""
         if not self._masters:
             return bucket.full
         values, end = torch.empty_like(bucket.full, dtype=torch.float32), 0
@@ -245,12 +252,12 @@ class _Filling:
         return values
 
     def _end(self, bucket: Bucket, full: Tensor) -> None:
-        """``bucket`` has its values: so have its master weights, and the parameters that end in it show them."""
+        """Set the master weights of ``bucket``, which has its values, and show the parameters that end in it."""
         begin_master(bucket, full, self._which)
         self._show(bucket)
 
     def _show(self, bucket: Bucket) -> None:
-        """The parameters that end in ``bucket`` show their place in it."""
+        """Let the parameters that end in ``bucket`` show their place in it."""
         for piece in self._layout.pieces(bucket.layout):
             if piece.offset_end == self._layout.parameters[piece.parameter].numel:
                 member = self._by_index[piece.parameter]
@@ -260,9 +267,9 @@ class _Filling:
 
 
 def _take_over(left: LeftShards, wanted: Iterable[tuple[nn.Parameter, int, Tensor]], collectives: Collectives) -> None:
-    """Elements of parameters, each from a first one on, into the flat tensors beside them. Collective.
+    """Copy elements of parameters, each from a first one on, into the flat tensors ``wanted``. Collective.
 
-    Where a parameter showed weights, which these tensors hold, only values from which those were rounded.
+    If a parameter showed weights, which its tensor holds already, an element is replaced only by its unrounded value.
     """
     targets, checked = [], []
     for parameter, first, values in wanted:
@@ -280,8 +287,11 @@ def _take_over(left: LeftShards, wanted: Iterable[tuple[nn.Parameter, int, Tenso
 
 
 def _gathered(bucket: LeftBucket, rank: int, collectives: Collectives) -> Tensor:
-    """All of its values. Slices lie in the order of the mesh on which they were left; where the present one has other
-    shard groups, each rank's own slice is gathered in the order of that one. Collective."""
+    """Return all values of ``bucket``. Collective.
+
+    Slices lie in the order of the mesh on which they were left. If the present mesh has other shard groups, each rank's
+    own slice is gathered in the present order.
+    """
     left, placement, values, replicas = bucket.layout, bucket.placement, bucket.values, collectives.mesh.replicas
     layout = left
     if placement.sharded_over is not None and left.replicas != replicas:
@@ -300,7 +310,7 @@ def _gathered(bucket: LeftBucket, rank: int, collectives: Collectives) -> Tensor
 
 
 def _show_outside(left: LeftShards, outside: Iterable[nn.Parameter], collectives: Collectives) -> None:
-    """Parameters that are in no flat buffer any more have their weights, whole. Collective."""
+    """Give parameters that are no longer in a flat buffer their weights, whole. Collective."""
     hidden = [
         (p, torch.empty(p.numel(), dtype=p.dtype, device=collectives.mesh.device)) for p in outside if left.hides(p)
     ]
@@ -312,13 +322,13 @@ def _show_outside(left: LeftShards, outside: Iterable[nn.Parameter], collectives
 
 
 def begin_master(bucket: Bucket, values: Tensor, which: Precision) -> None:
-    """Master weights of ``bucket`` with ``values``, where an optimizer steps it and not its weights themselves."""
+    """Begin master weights of ``bucket`` with ``values``, if an optimizer steps them and not the weights themselves."""
     if (dtype := master_dtype_of(bucket, which)) is not None:
         bucket.begin_master(values, dtype)
 
 
 def master_dtype_of(bucket: Bucket, which: Precision) -> torch.dtype | None:
-    """The dtype of its master weights; None where there are none."""
+    """Return the dtype of the master weights of ``bucket``; None if it has none."""
     flat_buffer = bucket.flat_buffer
     copied = flat_buffer.homes.needs_copy(bucket.layout.index)
     return which.master_dtype(flat_buffer.dtype, copied=copied) if flat_buffer.is_stepped else None

@@ -1,4 +1,4 @@
-"""Which unit is needed next, by the last pass of its kind; which gathers ranks have agreed on.
+"""Predictions of the unit that is needed next, from the last pass of its kind; gathers that ranks have agreed on.
 
 Must not know: units, collectives, why.
 """
@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 
 class PrefetchOrder:
-    """The order in which a pass unshards units, recorded, and replayed as a prediction.
+    """The recorded order of a pass's unshards, replayed as a prediction.
 
-    It knows which units ahead are on their way (``start``), so that nobody has to go through them at every unit.
+    It knows which of the next units are in flight (``start``), so that nobody has to go through them at every unit.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class PrefetchOrder:
         self._on_track = True
 
     def request(self, unit: int) -> None:
-        """``unit`` is needed now."""
+        """Record that ``unit`` is needed now."""
         position = len(self._recorded)
         self._recorded.append(unit)
         self.elements_ahead -= self._started.pop(unit, 0)
@@ -31,29 +31,29 @@ class PrefetchOrder:
             self._on_track = False
 
     def ahead(self, most: int | None = None) -> Sequence[int]:
-        """The units predicted to be needed next, at most so many; empty where the prediction failed."""
+        """Return the units predicted next, at most ``most``; empty if the prediction failed."""
         position = len(self._recorded)
         return self._plan[position : None if most is None else position + most] if self._on_track else ()
 
     def upcoming(self) -> int | None:
-        """The first unit ahead that is not on its way; None where there is none, or the plan returns to one that is."""
+        """Return the next unit to start; None at the end of the plan, or if that unit is in flight already."""
         position = len(self._recorded) + len(self._started)
         if not self._on_track or position >= len(self._plan) or self._plan[position] in self._started:
             return None
         return self._plan[position]
 
     def start(self, unit: int, elements: int) -> None:
-        """``upcoming``, with so many elements, is on its way until it is needed."""
+        """Record that ``upcoming``, with so many elements, is in flight until it is needed."""
         self._started[unit] = elements
         self.elements_ahead += elements
 
     def stop(self) -> None:
-        """Nothing ahead is on its way any more."""
+        """Record that no unit ahead is in flight any more."""
         self._started.clear()
         self.elements_ahead = 0
 
     def end(self) -> None:
-        """The pass is over: what was recorded (if anything ran) is the next prediction."""
+        """End the pass: the recorded order, if anything ran, is the next prediction."""
         if self._recorded:
             self._plan = self._recorded
         self._recorded, self._on_track = [], True
@@ -61,7 +61,7 @@ class PrefetchOrder:
 
 
 class PrefetchOrders:
-    """The predictions for passes with grad and without. ``last``: the unit that was needed last, by number."""
+    """The predictions for passes with grad and without. last: the number of the unit that was needed last."""
 
     def __init__(self) -> None:
         self.of = {True: PrefetchOrder(), False: PrefetchOrder()}
@@ -69,7 +69,7 @@ class PrefetchOrders:
         self._met = -1
 
     def request(self, grad: bool, unit: int, *, turned: bool = False) -> None:
-        """``unit`` is needed now. turned: in backward, where one that is computed again is needed once."""
+        """Record that ``unit`` is needed now. turned: in backward; a recomputed unit is then counted once."""
         if not turned or self._met != unit:
             self.of[grad].request(unit)
         self._met = unit if turned else -1
@@ -77,15 +77,15 @@ class PrefetchOrders:
 
 
 class AgreedOrder:
-    """In which order ranks gather units: what they have agreed on, so that they need not ask each other again.
+    """The order of gathers that all ranks have agreed on, so that they need not ask each other again.
 
-    [Note: Agreed gathers] Backends match gathers by their order alone. Where ranks gather different units gloo ends the
-    process, NCCL hangs or brings wrong weights. So after each few gathers one unit is expected, the one that came after
-    the same few before. A rank that gathers another one, or for the first time, asks the others before it does. As all
-    have the same past, all expect the same, and a rank that gathers what is expected needs nobody's answer: one that
-    does not is the one that asks. A gather that follows the same few as last time asks nothing; where the same few have
-    several successors, each change asks once. Each window begins without a past, so the second window sends what all
-    later ones send.
+    [Note: Agreed gathers] Backends match gathers by their order alone. If ranks gather different units, gloo ends the
+    process, and NCCL hangs or returns wrong weights. So each sequence of the last few gathers has one expected
+    successor: the unit that followed the same sequence before. A rank that gathers another unit, or follows a new
+    sequence, asks the others first. All ranks have the same past, so all expect the same unit. A rank that gathers the
+    expected unit needs no answer: a rank that gathers another one is the one that asks. A gather that follows the same
+    sequence as last time asks nothing; if a sequence has several successors, each change asks once. Each window begins
+    without a past, so the second window sends the same messages as all later ones.
     """
 
     _PAST = 3
@@ -96,18 +96,18 @@ class AgreedOrder:
         self._next: dict[tuple[int, ...], int] = {}
 
     def begin_window(self) -> None:
-        """All ranks have agreed on the gradients of a window. The next gather follows none."""
+        """Begin a window, after all ranks have agreed on gradients: the next gather follows no other."""
         self._past = ()
 
     def gathers_as_expected(self, unit: int) -> bool:
-        """Whether every rank knows that ``unit`` is gathered now. If so, that is noted."""
+        """Whether every rank knows that ``unit`` is gathered now. If so, record the gather."""
         if self._next.get(self._past) != unit:
             return False
         self._past = (*self._past, unit)[-self._PAST :]
         return True
 
     def note(self, unit: int) -> None:
-        """``unit`` is gathered, on all ranks."""
+        """Record that ``unit`` is gathered on all ranks."""
         if self._next.get(self._past) != unit:
             self._next[self._past] = unit
             self.digest = zlib.crc32(b"%d" % unit, self.digest)

@@ -1,18 +1,18 @@
-"""In which order a window gathered units and launched their reductions, so that a rank without data does the same.
+"""The recorded order of a window's gathers and reductions, which a rank without data repeats.
 
 Must not know: units' weights, gradients, why there is no data.
 
 [Note: Serving] A rank that has run out of data (ddp/joining: [Note: Uneven inputs]) still has to issue every collective
-of the others, each group's in their order. Where weights rest replicated that is the reducer's one order of launches.
-Where units are gathered, it is the order in which the model runs them, which nobody can ask a rank that has nothing to
-run. So every rank writes down what its schedule does in a window: which units are needed and resharded, where others
-are unsharded ahead, and which units' buckets may be launched (``Schedule``: [Note: End of a unit]). What is repeated
-keeps the rule that no rank waits in a gather before it has launched what others may wait for, because the rank that
-wrote it down kept it; it is the last window in which this rank had data from start to end. What is unsharded ahead is
-predicted anew, as the other ranks do it: what they predict may have changed since.
+of the others, in the order of each group. If weights rest replicated, that is the reducer's one order of launches. If
+units are gathered, it is the order of the units in the model's run, which a rank without a batch cannot observe. So
+every rank records its schedule's actions in a window: which units are needed and resharded, when others are unsharded
+ahead, and which units' buckets may be launched (``Schedule``: [Note: End of a unit]). The recording is the last window
+that this rank had data for from start to end. No rank may wait in a gather before it has launched the reductions that
+others may wait for. The repetition keeps that rule, because the recording rank kept it. Units that are unsharded ahead
+are predicted again, as on the other ranks, whose predictions may have changed.
 
-A rank that never had such a window takes the order in which the model lists its units, there and back. Where the model
-runs them otherwise the collectives do not match: ranks compare what they have issued before they step, and all of them
+A rank that never had such a window takes the order of units in the model, forward and back. If the model runs them
+otherwise, the collectives do not match: ranks compare the collectives that they have issued before they step, and all
 raise ``MismatchError``.
 """
 
@@ -25,9 +25,12 @@ from dataclasses import dataclass
 
 
 class What(enum.Enum):
-    """What a schedule does. REQUEST, AGAIN: a unit is the next that is needed, in forward or in backward · NEED: it is
-    unsharded and waited for, others are unsharded ahead · AHEAD: only that · RESHARD: a unit is resharded · KEEP: not
-    inside of the shard group · BACKWARD: one begins · ADMIT, CLOSE: as the reducer has them."""
+    """An action of a schedule.
+
+    REQUEST, AGAIN: a unit is the next that is needed, in forward or in backward · NEED: it is unsharded and waited for,
+    others are unsharded ahead · AHEAD: units are unsharded ahead · RESHARD: a unit is resharded · KEEP: it is
+    resharded, but not inside the shard group · BACKWARD: one begins · ADMIT, CLOSE: the reducer admits or ends a unit.
+    """
 
     REQUEST = enum.auto()
     AGAIN = enum.auto()
@@ -41,16 +44,16 @@ class What(enum.Enum):
 
 
 Event = tuple[What, int]
-"""What, and the unit."""
+"""The action and the unit."""
 
 
 _MOST = 1 << 16
-"""Events of a micro-batch; what has more (forwards with grad that have no backward) is not written down."""
+"""Events of a micro-batch; one with more events (forwards with grad that have no backward) is not recorded."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one did. synchronises: it was outside of ``no_sync`` · final: the window ended with it."""
+    """The events of one micro-batch. synchronises: it was outside of ``no_sync`` · final: the window ended with it."""
 
     events: Sequence[Event]
     synchronises: bool = True
@@ -58,7 +61,7 @@ class MicroBatch:
 
 
 class RecordedWindow:
-    """The last whole window, and what the running one has done so far."""
+    """The last whole window, and the events of the running one so far."""
 
     def __init__(self) -> None:
         self._last: list[MicroBatch] = []
@@ -69,7 +72,7 @@ class RecordedWindow:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What happens inside is not this rank's own."""
+        """Inside, events are not this rank's own and are not recorded."""
         self._is_paused = True
         try:
             yield
@@ -77,31 +80,32 @@ class RecordedWindow:
             self._is_paused = False
 
     def note(self, what: What, unit: int = 0) -> None:
-        """The schedule does this now."""
+        """Record an event of the schedule."""
         if not self._is_paused and len(self._events) < _MOST:
             self._events.append((what, unit))
 
     def begin_backward(self, *, synchronises: bool) -> None:
-        """A backward begins. synchronises: outside of ``no_sync``, in which a bare one may not end."""
+        """Record that a backward begins. synchronises: outside of ``no_sync``; a bare backward that begins inside may
+        end outside."""
         self.note(What.BACKWARD)
         self._synchronises = synchronises
 
     def end_micro_batch(self, *, final: bool) -> None:
-        """A backward is over."""
+        """Record the end of a backward."""
         number, done = len(self._running), MicroBatch(self._events, self._synchronises, final)
         alike = (*self._running[-1:], *self._last[number : number + 1])  # mostly all are: kept once
         self._running.append(next((before for before in alike if before == done), done))
         self._events = []
 
     def end_window(self, *, regular: bool = True) -> None:
-        """The step was taken. regular: the user has not said himself where it ends."""
+        """End the window after its step. regular: its end was not set by the user."""
         whole = bool(self._running) and self._running[-1].final
         if regular and whole and all(len(each.events) < _MOST for each in self._running):
             self._last = self._running
         self.drop()
 
     def drop(self) -> None:
-        """The window is forgotten."""
+        """Forget the running window."""
         self._running, self._events = [], []
 
     @property
@@ -110,9 +114,9 @@ class RecordedWindow:
         return not self._last
 
     def micro_batch(self, number: int, otherwise: MicroBatch) -> MicroBatch:
-        """Number ``number`` of the last window, or its last one; without what this rank has done of it already.
+        """Return micro-batch ``number`` of the last window, or its last one, without the events that are done already.
 
-        otherwise: where there is no last window.
+        otherwise: the result if there is no last window.
         """
         found = self._last[min(number, len(self._last) - 1)] if self._last else otherwise
         done, self._events = len(self._events), []
@@ -120,8 +124,11 @@ class RecordedWindow:
 
 
 def in_order(units: Sequence[int], back: Sequence[int], spared: Collection[int], after: What | None) -> list[Event]:
-    """What a model does that runs ``units`` (without the root, 0) one after the other, and ``back`` in backward, the
-    last unit first. spared: whose backward needs no weights · after: what follows a unit's forward."""
+    """Return the events of a model that runs ``units`` one after the other, and ``back`` in backward.
+
+    units: without the root, 0 · back: the last unit first · spared: units whose backward needs no weights · after: the
+    event that follows a unit's forward.
+    """
     events: list[Event] = [(What.NEED, 0)]
     waiting: int | None = None
     for unit in units:

@@ -1,22 +1,23 @@
-"""Weights that a unit's forward saved for backward are there whenever autograd asks for them.
+"""Weights that a unit's forward saved for backward are available whenever autograd requests them.
 
-Owns: what autograd holds of what a unit's forward saves. Must not know: gathers, modules, who runs a backward.
+Owns: autograd's records of the tensors that a unit's forward saves. Must not know: gathers, modules, who runs a
+backward.
 
-[Note: On demand] Hooks on a unit's outputs say early that its backward comes (hooks: [Note: Backward hooks]). They do
-not see every way into it: an output in an object of the user's class or on an attribute, a tensor that a hook inside of
-the unit has kept, what ``vmap`` has wrapped. So autograd is given a record for each tensor that a unit's forward saves,
-and asks for the tensor when a node needs it. Where that is a weight, and its unit is not gathered, the unit is gathered
-then. The order is that of autograd's nodes, which is the same on all ranks whose forwards were.
+[Note: On demand] Hooks on a unit's outputs announce its backward early (hooks: [Note: Backward hooks]). They do not see
+every way into it: an output in an object of the user's class or on an attribute, a tensor that a hook inside the unit
+has kept, a tensor wrapped by ``vmap``. So autograd gets a record for each tensor that a unit's forward saves, and
+requests the tensor when a node needs it. If that is a weight, and its unit is not gathered, the unit is gathered then.
+The order is that of autograd's nodes, which is the same on all ranks with the same forwards.
 
-A record holds a view of the flat buffer, whose storage is freed and filled again, not a copy. It holds the version of
-the tensor as well: autograd compares versions only of what it holds itself. Hooks that somebody else has pushed around
-the unit (``save_on_cpu``, a checkpoint) see every tensor as they would without these. Those that are pushed inside of
-the unit hide it from these: a recomputation looks its weights up again (``Schedule.weight_read``).
+A record holds a view of the flat buffer, whose storage is freed and filled again, not a copy. It also holds the version
+of the tensor, because autograd compares versions only of tensors that it holds itself. Hooks that other code has pushed
+around the unit (``save_on_cpu``, a checkpoint) see every tensor as without these records. Hooks that are pushed inside
+the unit hide tensors from the records: a recomputation looks its weights up again (``Schedule.weight_read``).
 
-[Note: Switched off] torch.func refuses to differentiate where hooks for saved tensors are on, and switches them off
-while it does. A model may do that inside of a unit, so what switches hooks off takes these away first, and what
-switches them on brings them back. Hooks of somebody else are refused as ever. What is saved in between is announced by
-outputs alone.
+[Note: Switched off] torch.func raises an error if hooks for saved tensors are on when it differentiates, and switches
+them off while it does. A model may do that inside a unit. So the function that switches hooks off first removes these
+hooks, and the function that switches hooks on brings them back. Hooks of other code still make torch.func raise.
+Tensors saved in between are announced by outputs alone.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _pop = torch._C._autograd._pop_saved_tensors_default_hooks
 _refusal = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
 
 _Record = tuple[Any, int, Callable[[], None] | None]
-"""The tensor, or what a hook of somebody else made of it; its version; what gathers the unit if it is a weight."""
+"""The tensor; its version; the function that gathers the unit, if the tensor is a weight."""
 _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
@@ -45,8 +46,11 @@ _OWN = "shardengine_saved_weights"
 
 
 class SavedWeights:
-    """The records of one unit. spans: where its weights lie in memory now, first and last address of each part ·
-    gather: makes sure that they are there."""
+    """The records of one unit.
+
+    spans: returns the first and last address of each part of its weights in memory now · gather: makes sure that the
+    weights are there.
+    """
 
     def __init__(self, spans: Callable[[], list[tuple[int, int]]], gather: Callable[[], None]) -> None:
         _yield_to_torch_func()
@@ -55,7 +59,7 @@ class SavedWeights:
         self._open = 0
 
     def begin(self) -> bool:
-        """The unit, gathered, begins a forward: until ``end`` autograd holds records. Returns whether it does."""
+        """Begin a forward of the unit, which is gathered. Return whether autograd holds records until ``end``."""
         if not self._open and _refusal() is not None:
             return False
         if not self._open:
@@ -64,7 +68,7 @@ class SavedWeights:
         return True
 
     def end(self) -> None:
-        """The forward that was begun has ended."""
+        """End the forward that was begun."""
         if self._open:
             self._open -= 1
             if not self._open:
@@ -72,7 +76,7 @@ class SavedWeights:
 
 
 def _hooks(spans: list[tuple[int, int]], gather: Callable[[], None], around: _Hooks | None) -> _Hooks:
-    """What is called for each tensor: as little as possible. around: the hooks that these are pushed upon."""
+    """Return the hooks, which do as little as possible per tensor. around: the hooks below these on torch's stack."""
 
     def gathered_by(tensor: Tensor) -> Callable[[], None] | None:
         try:
@@ -126,7 +130,7 @@ def _parts_of(tensor: Tensor) -> list[Tensor]:
 
 
 class _Suspended(threading.local):
-    """The hooks of this thread that are on again when torch switches hooks on, the outermost last."""
+    """The hooks of this thread that are pushed again when torch switches hooks on, the outermost last."""
 
     def __init__(self) -> None:
         self.hooks: list[_Hooks] = []
@@ -137,7 +141,7 @@ _suspended = _Suspended()
 
 @functools.cache
 def _yield_to_torch_func() -> None:
-    """Once ([Note: Switched off])."""
+    """Patch torch's two functions that switch hooks on and off, once ([Note: Switched off])."""
     functions: Any = torch._C._autograd
     disable, enable = functions._saved_tensors_hooks_disable, functions._saved_tensors_hooks_enable
 

@@ -1,33 +1,33 @@
-"""When units are unsharded, resharded and prefetched, and what ends a backward.
+"""When units are unsharded, resharded and prefetched, and when a backward ends.
 
 Must not know: nn.Module internals, how hooks are registered, how a unit is unsharded.
 
 [Note: Holds] Hooks need not balance: checkpointing recomputes a forward that never finishes, a unit may run twice, a
-forward may have no backward. So nothing is counted down that must reach zero:
+forward may have no backward. So no count has to reach zero:
 
 - forward: a unit is held from its pre-forward to its post-forward (a depth, forgotten at the end of a pass)
-- backward: a unit is held while one of its calls is between "a gradient reached its outputs" and "its backward is
-  over" (a node that produced an input runs). Where no input has a node, a fully trainable unit is resharded when all
-  its parameters have their gradient, others at the end of backward
-- inside a backward hold, forward hooks of the unit do nothing: that is a recomputation, the weights are there
-- kept: nobody would tell us when its backward comes (no tensor came out, nor are there records of what was saved), or
-  an output is a view of its weights.
-  Kept units stay until the window ends: another backward may need them. So do units through which a graph of the
-  backward itself was recorded (create_graph)
+- backward: a unit is held while one of its calls is between "a gradient reached its outputs" and "its backward is over"
+  (a node that produced an input runs). If no input has a node, a fully trainable unit is resharded when all its
+  parameters have their gradient, others at the end of backward
+- inside a backward hold, forward hooks of the unit do nothing: the forward is a recomputation, and the weights are
+  there
+- kept: its backward will not be announced (no tensor came out, and there are no records of saved tensors), or an output
+  is a view of its weights. Kept units stay until the window ends: another backward may need them. A unit is also kept
+  if a graph of the backward itself was recorded through it (create_graph)
 - the unit whose forward ended last waits until another unit is needed: at the turn from forward to backward it is
   needed at once (the head, mostly), and is not unsharded again
-- a weight that is read outside of its unit's forward, in a forward of something around it, has its unit unsharded and
+- a weight that is read outside of its unit's forward, in a forward of a module around it: its unit is unsharded and
   kept
 - a backward that does not read the weights (``Hold.forward_only``) unshards nothing
-- a weight that autograd asks for while its unit is not whole: as if a gradient had reached the outputs of the call that
-  saved it (saved_weights: [Note: On demand]). Where that is in no line, the unit is kept
-- what a run of autograd holds that accumulates nothing (``autograd.grad``) is held until the next run or forward
+- a weight that autograd requests while its unit is not whole: the schedule acts as if a gradient had reached the
+  outputs of the call that saved it (saved_weights: [Note: On demand]). If that call is in no line, the unit is kept
+- units held by a run of autograd that accumulates nothing (``autograd.grad``) are held until the next run or forward
 - the root is held from the first forward of any module to the end of backward, or without grad to the end of the
   outermost forward
 
 [Note: Pass] With grad a pass lasts from the first forward to the end of backward; without, it is one outermost forward.
-The order in which the last pass of its kind unsharded units is the prediction for the next one. A wrong prediction
-switches prefetching off for the rest of the pass; it changes time, never results.
+The order of unshards in the last pass of its kind is the prediction for the next one. A wrong prediction switches
+prefetching off for the rest of the pass; it changes time, never results.
 
     event                  what happens
     pre_forward_root       outermost module: a pass opens, the root is unsharded
@@ -37,34 +37,34 @@ switches prefetching off for the rest of the pass; it changes time, never result
     post_forward_root      outermost module, without grad: everything is resharded
     begin_backward         the micro-batch is counted, the reducer begins, the root is unsharded if it is not
     pre_backward_root      as begin_backward, for the weights only: a gradient reached the outermost module's output
-    pre_backward           what came after it in forward is over; then as pre_forward
-    saved_weight_read      as pre_backward, where that has not come
+    pre_backward           later calls are over; then as pre_forward
+    saved_weight_read      as pre_backward, if that has not come
     post_accumulate_grad   the reducer takes the gradient; the first outside of begin_backward begins a bare one
     post_backward          the unit is closed and resharded, unless held or called elsewhere
     finalize_backward      all calls are over, everything is resharded and reduced; then maybe ``finish_gradients``
     finish_open_backward   ends a bare backward
 
-[Note: End of a unit] A rank that waits in a gather must have launched every reduction for which another one may wait
-before it joins that gather. Ranks meet calls of units in one order, the reverse of forward (calls: [Note: Order of
-calls]). When backward comes to a call, those after it are over, and then, in this order:
+[Note: End of a unit] Before a rank waits in a gather, it must have launched every reduction that another rank may wait
+for before that rank joins the gather. Ranks meet calls of units in one order, the reverse of forward (calls: [Note:
+Order of calls]). When backward comes to a call, all later calls are over. Then, in this order:
 
-- one through which it did not come (a detached part, a frozen one) is served: its unit is gathered, because others
-  gather it, and let go, unless the next call that backward comes to is of the same unit
-- when the last outstanding call of a unit is over, the unit is closed: what is left of its buckets is launched, zeros
-  included, before anything else is gathered. A gradient that comes after that is a late one. Not so a unit that is
-  kept: what has read its weights elsewhere brings gradients of its own
-- the unit of the call is gathered, and admitted if no other call of it is outstanding: its buckets may be launched
+- A call that backward skipped (a detached part, a frozen one) is served: its unit is gathered, because other ranks
+  gather it, and resharded, unless the next call that backward comes to is of the same unit.
+- When the last outstanding call of a unit is over, the unit is closed: the rest of its buckets is launched, zeros
+  included, before anything else is gathered. A gradient that comes after that is a late one. A kept unit is not closed:
+  code that has read its weights elsewhere brings further gradients.
+- The unit of the call is gathered, and admitted if no other call of it is outstanding: its buckets may be launched.
 
-A rank that waits for the reduction of a unit has issued all gathers up to that unit; the others reach the end of that
-unit without it, and launch there. What comes out of two forwards in one backward stays open until the earlier one's
-calls are over, where autograd still has gradients to accumulate. Within a unit's call nothing is gathered.
+A rank that waits for the reduction of a unit has issued all gathers up to that unit. The others reach the end of that
+unit without it, and launch there. If two forwards share one backward, their units stay open until the earlier one's
+calls are over, as long as autograd still has gradients to accumulate. Within a unit's call nothing is gathered.
 
-[Note: Bare backward] ``loss.backward()`` without the engine begins with its first gradient. The window's last
-one ends with the run of autograd in which a gradient reached what the outermost module returned: its end is awaited
-from there, because a callback that is queued inside re-entrant checkpointing fires too early. Others, and those of a
-loss that was not made of the outermost module's output, last until the engine is called next, the model's next forward
-with grad, or the first use of a gradient that a parameter shows: then nothing more can come. A part of the model that
-runs in between (a loss in chunks) belongs to the same micro-batch, at every stage.
+[Note: Bare backward] ``loss.backward()`` without the engine begins with its first gradient. The window's last bare
+backward ends with the run of autograd that brought a gradient to the output of the outermost module. Its end is awaited
+from there, because a callback that is queued inside re-entrant checkpointing fires too early. Other bare backwards, and
+those of a loss that was not made of the outermost module's output, last until the next call of the engine, the model's
+next forward with grad, or the first use of a gradient that a parameter shows: after that no more gradients can come. A
+part of the model that runs in between (a loss in chunks) belongs to the same micro-batch, at every stage.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ from shardengine.stages import Stage
 from shardengine.trace import COMPUTE, Moment
 
 _FETCHED_AHEAD = 4
-"""Units whose shards are brought from their tier before they are unsharded, as far as it has room."""
+"""Units whose offloaded shards are loaded before they are unsharded, as far as there is room."""
 
 
 class Backward(enum.Enum):
@@ -102,13 +102,13 @@ class Backward(enum.Enum):
 
 
 class Hold:
-    """Why a unit may not be resharded now ([Note: Holds]).
+    """The reasons that a unit may not be resharded now ([Note: Holds]).
 
-    depth: forwards of it that are open · calls: those whose backward has begun and is not over · silent: those of them
-    whose end nobody will announce · over: whose backward is over, with the run of autograd in which it was · fired: its
-    parameters that got their gradient since it is held in backward · kept: until the window ends · lent: a view of its
-    weights was handed out · since: when the open forward or backward began, for the trace · forward_only: its backward
-    does not read its weights, always (an embedding's).
+    depth: its open forwards · calls: those whose backward has begun and is not over · silent: those of them whose end
+    will not be announced · over: calls whose backward is over, each with its run of autograd · fired: its parameters
+    that got their gradient since it is held in backward · kept: until the window ends · lent: a view of its weights was
+    returned to the user · since: when the open forward or backward began, for the trace · forward_only: its backward
+    never reads its weights (an embedding's).
     """
 
     def __init__(self) -> None:
@@ -123,12 +123,12 @@ class Hold:
         self.forward_only = False
 
     def finish(self, calls: set[Call]) -> None:
-        """The backwards of ``calls`` are over; a late announcement in the same run of autograd means nothing."""
+        """End the backwards of ``calls``; late announcements in the same run of autograd are then ignored."""
         self.over |= {(call, call.task) for call in calls}
         self.calls -= calls
 
     def clear(self) -> None:
-        """The pass is over."""
+        """End the pass."""
         self.depth = 0
         self.calls.clear()
         self.silent.clear()
@@ -138,9 +138,9 @@ class Hold:
 
 
 class Turn:
-    """The unit whose forward ended last, which waits for what comes: another unit's turn, or its own backward.
+    """The unit whose forward ended last; it waits for another unit's forward or for its own backward.
 
-    waiting: it, while it waits · last: the one with which the last pass turned from forward to backward.
+    waiting: that unit, while it waits · last: the unit at the last pass's turn from forward to backward.
     """
 
     def __init__(self) -> None:
@@ -148,14 +148,16 @@ class Turn:
         self.last: int | None = None
 
     def take(self) -> int | None:
-        """What has waited, and does so no longer."""
+        """Return the waiting unit, if any; it waits no longer."""
         waiting, self.waiting = self.waiting, None
         return waiting
 
 
 class Schedule:
-    """Answers the events of a pass. ``units[0]`` is the root. prefetch: elements unsharded ahead at most, 0: none ·
-    coding: makes what travels of weights."""
+    """Answers the events of a pass. ``units[0]`` is the root.
+
+    prefetch: elements unsharded ahead at most, 0: none · coding: encodes weights for transfers.
+    """
 
     def __init__(
         self,
@@ -185,7 +187,7 @@ class Schedule:
         self._calls = Calls()
         self.recorded = RecordedWindow()
         self._grad_pass = True
-        self._outermost: list[object] = []  # as often as it has called itself
+        self._outermost: list[object] = []  # once for each of its nested calls
         self._backward_expected = False
         self._backward = Backward.NONE
         self._is_scaled = False
@@ -198,12 +200,12 @@ class Schedule:
         self.turn = Turn()
 
     def tell(self, written: WrittenWeights) -> None:
-        """``written`` hears when backwards begin and end, from now on."""
+        """Notify ``written`` when backwards begin and end, from now on."""
         self._written = written
 
     @property
     def step_state(self) -> StepState:
-        """The window's."""
+        """The state of the window's step."""
         return self._step_state
 
     @property
@@ -213,7 +215,7 @@ class Schedule:
 
     @property
     def unsharded_once(self) -> set[int]:
-        """The units that the last pass unsharded once: the root, that of the turn, those whose backward reads none."""
+        """Units that the last pass unsharded once: the root, the turn's, and those whose backward reads no weights."""
         spared = {index for index, hold in enumerate(self._holds) if hold.forward_only}
         return spared | {0} | ({self.turn.last} if self.turn.last is not None else set())
 
@@ -227,24 +229,24 @@ class Schedule:
         return bool(self.units[index].trainable)
 
     def observes(self, index: int) -> bool:
-        """Whether forwards of unit ``index`` matter now: not in a recomputation."""
+        """Whether forwards of unit ``index`` count now: not in a recomputation."""
         return not (self._holds[index].calls and self.in_backward)
 
     def depth_of(self, index: int) -> int:
-        """How many forwards of unit ``index`` are open."""
+        """Return how many forwards of unit ``index`` are open."""
         return self._holds[index].depth
 
     @property
     def line(self) -> Line | None:
-        """What the running forward of the outermost module has called so far, or the last one."""
+        """The calls of the outermost module's running forward, or of its last one."""
         return self._calls.lines[-1] if self._calls.lines else None
 
     # Events of forward. ``grad``: whether autograd records.
 
     def pre_forward_root(self, module: object, grad: bool, *, part: bool = False) -> None:
-        """``module`` begins its forward; the outermost one opens a pass and unshards the root.
+        """Begin the forward of ``module``; the outermost one opens a pass and unshards the root.
 
-        part: it is not the whole model, whose forward alone ends the micro-batch of a bare backward.
+        part: it is not the whole model; only a forward of the whole model ends the micro-batch of a bare backward.
         """
         if self.in_backward:
             return
@@ -271,8 +273,10 @@ class Schedule:
             self._need(0)
 
     def _begin_run(self) -> None:
-        """Unless this run of autograd goes on: those before it are over. What they held is held no longer, where they
-        accumulated nothing (``autograd.grad``); such a run ends at what was asked for, and left nothing to be served.
+        """Begin a run of autograd, unless it goes on already; earlier runs are over.
+
+        Units held by a run that accumulated nothing (``autograd.grad``) are released. Such a run ends at the requested
+        tensors, so it left no calls to be served.
         """
         task = torch._C._current_graph_task_id()
         if self._backward is not Backward.NONE or 0 <= task == self._task:
@@ -286,9 +290,9 @@ class Schedule:
                 self._reshard_unless_held(unit.index)
 
     def post_forward_root(self, module: object, views: Sequence[Tensor]) -> bool:
-        """``module`` ended its forward; ``views``: tensors that it returned, which may be views of weights.
+        """End the forward of ``module``; return whether it was the outermost one.
 
-        Returns whether it was the outermost one.
+        views: tensors that it returned, which may be views of weights.
         """
         if not self._outermost or module is not self._outermost[0] or self.in_backward:
             return False
@@ -299,14 +303,14 @@ class Schedule:
         if self._grad_pass:
             return True
         expected = self._backward_expected
-        if not expected:  # a forward with grad would go on with casts that are older than its calls
+        if not expected:  # a later forward with grad would use casts that are older than its calls
             torch.clear_autocast_cache()
         self._end_pass(lambda unit, hold: expected and (unit.index == 0 or hold.kept or bool(hold.calls)))
         self._grad_pass = True
         return True
 
     def pre_forward(self, index: int, *, grad: bool, differentiable: bool) -> Call | None:
-        """Unit ``index`` begins a forward: it must be unsharded. Returns the call, None where this one is not observed.
+        """Begin a forward of unit ``index``: unshard it. Return the call; None if it is not observed.
 
         differentiable: whether one of its inputs needs a gradient.
         """
@@ -336,7 +340,7 @@ class Schedule:
         return self._calls.begin(index, grad=grad, differentiable=differentiable, trains=trains)
 
     def post_forward(self, index: int, grad: bool, keep: bool, views: Sequence[Tensor]) -> None:
-        """Unit ``index`` ended a forward.
+        """End a forward of unit ``index``.
 
         keep: its backward will not announce itself · views: as in ``post_forward_root``.
         """
@@ -349,7 +353,7 @@ class Schedule:
         self._lend(index, views)
         recomputed = grad and self.in_backward and not hold.forward_only  # its backward comes next
         if hold.depth or recomputed or (self._grad_pass and not self._stage.reshards_after_forward):
-            return  # also where this call had no grad: on another rank it may have had
+            return  # even if this call had no grad: on another rank it may have had
         if self._grad_pass and not self.in_backward:
             self._end_wait(but=index)
             self.turn.waiting = index
@@ -357,7 +361,7 @@ class Schedule:
             self._reshard_unless_held(index)
 
     def weight_read(self, index: int) -> bool:
-        """A weight of unit ``index`` is read; whether that is outside of the unit's forward, and inside of another one.
+        """Handle a read of a weight of unit ``index``. Return whether it is in a forward, but outside of the unit's.
 
         Its backward will not announce itself, so the unit is kept.
         """
@@ -374,13 +378,13 @@ class Schedule:
         return True
 
     def read_in_forward_only(self, index: int) -> None:
-        """Once, at start: the backward of unit ``index`` does not read its weights."""
+        """Declare, once, at start, that the backward of unit ``index`` does not read its weights."""
         self._holds[index].forward_only = True
 
     # Events of backward
 
     def begin_backward(self, *, bare: bool = False, current: int | None = None) -> None:
-        """A backward starts: it is counted, the reducer knows what it is for, the root is unsharded.
+        """Begin a backward: count it, begin the reducer's backward, unshard the root.
 
         current: the parameter whose gradient has come first.
         """
@@ -403,11 +407,10 @@ class Schedule:
         self.pre_backward_root()
 
     def pre_backward_root(self, forward: Forward | None = None, line: Line | None = None) -> None:
-        """A gradient reached what the outermost module returned in ``forward``: the root must be unsharded.
+        """Unshard the root: a gradient reached the output of the outermost module, returned in ``forward``.
 
-        line: what that forward called.
-
-        Where nobody has announced this backward, and it is the window's last, it hears of its end.
+        line: the calls of that forward. If this backward was not announced, and it is the window's last, its end is
+        awaited.
         """
         self._require_weights()
         self._begin_run()
@@ -423,7 +426,7 @@ class Schedule:
             self._wait_for_unshard(self.units[0])
 
     def _await_end(self) -> None:
-        """Be told when the running backward is over ([Note: Bare backward])."""
+        """Queue a callback for the end of the running backward ([Note: Bare backward])."""
         task = torch._C._current_graph_task_id()
         if task < 0 or task == self._awaited_task:
             return
@@ -436,7 +439,8 @@ class Schedule:
         torch.autograd.Variable._execution_engine.queue_callback(over)
 
     def pre_backward(self, index: int, call: Call, *, announced: bool) -> None:
-        """A gradient reached the outputs of ``call`` of unit ``index``; announced: ``post_backward`` will come."""
+        """Handle a gradient that reached the outputs of ``call`` of unit ``index``. announced: ``post_backward`` will
+        come."""
         self._require_weights()
         self._begin_run()
         hold = self._holds[index]
@@ -455,8 +459,11 @@ class Schedule:
             self._reducer.admit(index)
 
     def saved_weight_read(self, index: int) -> None:
-        """Autograd, where it runs, reads a weight of unit ``index`` that a forward saved (saved_weights: [Note: On
-        demand]). Where nobody has announced that, a gradient reaches the unit's call now."""
+        """Handle autograd's read of a weight of unit ``index`` that a forward saved.
+
+        If it was not announced, the schedule acts as if a gradient had reached the unit's call. See saved_weights:
+        [Note: On demand].
+        """
         unit = self.units[index]
         if unit.is_whole or torch._C._current_graph_task_id() < 0:
             return
@@ -486,14 +493,14 @@ class Schedule:
         return any(_is_due(m.parameter) for m in unit.members if m.index in unit.trainable)
 
     def post_backward(self, index: int, call: Call) -> None:
-        """A gradient of an input of ``call`` is known: its weights are not needed any more."""
+        """Handle a gradient of an input of ``call``: its weights are not needed any more."""
         hold = self._holds[index]
         if call in hold.calls:
             self._trace("backward", index, hold)
             self._end_call(call)
 
     def _end_call(self, call: Call) -> None:
-        """The backward of ``call`` is over: of its unit's gradients nothing more comes, unless by other calls."""
+        """End the backward of ``call``: its unit gets no more gradients, unless by other calls."""
         hold = self._holds[call.unit]
         hold.finish({call})
         if call.line is not None:
@@ -501,12 +508,12 @@ class Schedule:
             self._calls.over(call)
             if self._calls.is_last(call) and not hold.kept and not self._may_grow(call):
                 self.recorded.note(What.CLOSE, call.unit)
-                self._reducer.close(call.unit)
+                self._reducer.end_unit(call.unit)
         if not self._calls.is_followed(call):
             self._reshard_unless_held(call.unit)
 
     def _may_grow(self, call: Call) -> bool:
-        """Whether an earlier forward's backward, which is to come in this run, brings more gradients of the unit."""
+        """Whether the backward of an earlier forward, in this run, may still bring gradients of the unit."""
         if not self._calls.waits_for_others(call):
             return False
         unit, fired = self.units[call.unit], self._holds[call.unit].fired
@@ -514,8 +521,10 @@ class Schedule:
         return call.replayed or any(_is_due(parameter) for parameter in due)
 
     def _leave_behind(self, groups: Iterable[Sequence[Call]]) -> None:
-        """Calls that backward has left behind, also those through which it did not come on this rank: others may have
-        gathered their units, and wait for this rank's part of them."""
+        """End the calls that backward has left behind, including those that it skipped on this rank.
+
+        Other ranks may have gathered the units of skipped calls, and wait for this rank's part of the gathers.
+        """
         for group in groups:
             for call in reversed(group):
                 if not call.reached and not self._holds[call.unit].forward_only:
@@ -524,12 +533,12 @@ class Schedule:
                     self._end_call(call)
 
     def post_accumulate_grad(self, parameter: int, gradient: Tensor) -> None:
-        """Autograd has accumulated ``gradient`` of a parameter."""
+        """Pass on ``gradient`` of a parameter, which autograd has accumulated."""
         self._take(parameter, gradient)
         self._reducer.views.expect_more(parameter)
 
     def begin_scaled(self) -> None:
-        """The loss of the running backward was scaled, which also holds for backwards inside of it (recomputation)."""
+        """Record that the loss of the running backward, and so of those inside it (recomputation), was scaled."""
 
         def over() -> None:
             self._is_scaled = False
@@ -538,7 +547,7 @@ class Schedule:
         torch.autograd.Variable._execution_engine.queue_callback(over)
 
     def _require_scale(self) -> None:
-        """The running backward is one without the engine."""
+        """Raise UsageError if gradients are scaled and the loss of the running bare backward was not."""
         if self._reducer.rules.scaled and not self._is_scaled:
             raise UsageError(
                 "Loss scaling is required: expected engine.backward(loss) or engine.scale(loss).backward() for each "
@@ -577,7 +586,7 @@ class Schedule:
                 self._end_call(call)
 
     def backward_failed(self) -> None:
-        """The backward that was begun raised."""
+        """End a backward that raised."""
         self._backward, self._is_scaled = Backward.NONE, False
         self._calls.forget()
         if self._written is not None:
@@ -585,7 +594,7 @@ class Schedule:
         self._step_state.backward_failed()
 
     def finalize_backward(self) -> None:
-        """Every unit is resharded, what was not reduced is reduced."""
+        """End a backward: reshard every unit, and reduce the remaining gradients."""
         self._backward = Backward.NONE
         if self._stage.moves_weights:
             self._leave_behind(self._calls.finish())
@@ -595,7 +604,7 @@ class Schedule:
         self._finish_gradients()
 
     def _end_writes(self) -> None:
-        """UsageError where a weight has changed in this backward."""
+        """Raise UsageError if a weight has changed in this backward."""
         try:
             if self._written is not None:
                 self._written.end_backward()
@@ -604,30 +613,30 @@ class Schedule:
             raise
 
     def _finish_gradients(self) -> None:
-        """No more gradients come in this backward."""
+        """Finish the reductions: no more gradients come in this backward."""
         self._reducer.finalize_backward()
         if self._step_state.phase is Phase.REDUCED:
             self.complete_gradients()
 
     def complete_gradients(self) -> None:
-        """The window's gradients are complete on this rank: agree on them, then call what waits for them."""
+        """Agree with all ranks on the window's gradients, which are complete here; then run the callback."""
         self._reducer.finish_gradients()
         for agreed in self._agreed.values():
             agreed.begin_window()
         self._complete(self._reducer.touched)
 
     def call_when_complete(self, call: Callable[[Collection[int]], None]) -> None:
-        """``call`` is told of the parameters whose gradients ranks have agreed on."""
+        """Call ``call`` with the parameters whose gradients ranks have agreed on, after each agreement."""
         self._complete = call
 
     def finish_open_backward(self) -> None:
         """End a bare backward ([Note: Bare backward])."""
-        self._is_scaled = False  # a run that raises tells nobody of its end
+        self._is_scaled = False  # a run that raises does not announce its end
         if self._backward is Backward.BARE:
             self.finalize_backward()
 
     def _go_on(self) -> None:
-        """A bare backward goes on with that of what runs now: what its last run of autograd has left open is over."""
+        """Let an open bare backward continue with that of the present forward; end the calls that it left open."""
         if self._backward is Backward.BARE:
             torch.clear_autocast_cache()  # as in ``_rest``
             for call in [call for hold in self._holds for call in hold.calls]:
@@ -635,13 +644,13 @@ class Schedule:
             self._calls.pause()
 
     def reshard_all(self) -> None:
-        """Outside of any pass: reshard every unit (after a forward that had no backward, or that failed)."""
+        """Reshard every unit outside of any pass (after a forward that had no backward, or that failed)."""
         self._backward = Backward.NONE
         self._calls.forget()
         self._rest(spare_kept=False)
 
     def recover(self) -> None:
-        """After a failure: nothing is in flight or predicted (ranks may have recorded other orders)."""
+        """Forget collectives in flight and predictions after a failure; ranks may have recorded different orders."""
         self._backward = Backward.NONE
         for unit in self.units:
             unit.recover()
@@ -651,22 +660,26 @@ class Schedule:
         self.recorded.drop()
 
     def begin_serving(self) -> None:
-        """This rank has run out of data, maybe in the middle of a micro-batch, whose units stay where they are."""
+        """Begin to serve, because this rank has run out of data.
+
+        If that happens in the middle of a micro-batch, its units stay as they are.
+        """
         self._backward = Backward.NONE
         self._calls.forget()
         self._outermost.clear()
 
     @property
     def guesses(self) -> bool:
-        """Whether ``next_micro_batch`` cannot know in which order units are gathered."""
+        """Whether ``next_micro_batch`` must guess the order of gathers."""
         return self._stage.moves_weights and self.recorded.is_empty
 
     def next_micro_batch(self) -> MicroBatch:
-        """What other ranks do in the micro-batch for which this one has no data (recorded_window: [Note: Serving])."""
+        """Return the events of a micro-batch of other ranks, for this rank without data (recorded_window: [Note:
+        Serving])."""
         return self.recorded.micro_batch(self._window.micro_batches, MicroBatch(self._expected()))
 
     def serve(self, events: Sequence[Event]) -> None:
-        """Take part with zeros in a micro-batch of other ranks, as ``events`` say; the backward is over then."""
+        """Take part with zeros in a micro-batch of other ranks, following ``events``, and end the backward."""
         self._grad_pass = True
         try:
             with self.recorded.paused():
@@ -708,14 +721,14 @@ class Schedule:
         elif what is What.ADMIT:
             self._reducer.admit(index)
         elif what is What.CLOSE:
-            self._reducer.close(index)
+            self._reducer.end_unit(index)
 
     def detach(self) -> None:
-        """At rest: another schedule takes over. Graphs of old forwards still reach this one, and are refused."""
+        """Retire this schedule, at rest. Backwards of old forwards still reach it, and raise UsageError."""
         self._backward = Backward.RETIRED
 
     def _require_weights(self) -> None:
-        """The weights that this backward needs are where its forward has left them."""
+        """Raise unless the weights for this backward are still those of its forward."""
         self._step_state.require("any")
         if self._backward is Backward.RETIRED:
             raise UsageError(
@@ -724,7 +737,7 @@ class Schedule:
             )
 
     def restart(self) -> None:
-        """The next forward is an outermost one: the engine is called, or the last forward raised."""
+        """Treat the next forward as an outermost one: the engine is called, or the last forward raised."""
         self._outermost.clear()
         self._grad_pass = True
 
@@ -778,8 +791,10 @@ class Schedule:
         unit.unshard(self._collectives, Purpose.WEIGHTS if self._grad_pass else Purpose.EVALUATION, self.coding)
 
     def _ask(self, unit: Unit, agreed: AgreedOrder) -> None:
-        """Whether every rank gathers ``unit`` now (prefetch_order: [Note: Agreed gathers]); ``MismatchError`` on all of
-        them where not."""
+        """Check that every rank gathers ``unit`` now; raise ``MismatchError`` on all of them otherwise.
+
+        See prefetch_order: [Note: Agreed gathers].
+        """
         mesh = self._collectives.mesh
         if mesh.ranks == 1:
             return
@@ -814,18 +829,18 @@ class Schedule:
             unit.wait_for_unshard()
 
     def _note(self, what: What, index: int = 0) -> None:
-        """Without grad a rank may run what others do not."""
+        """Record an event, but only with grad: without, a rank may run other modules than the others."""
         if self._grad_pass:
             self.recorded.note(what, index)
 
     def _end_wait(self, *, but: int) -> None:
-        """What waits since its forward is resharded, as another unit than ``but`` is needed."""
+        """Reshard the waiting unit if it is not ``but``, because another unit is needed."""
         waiting = self.turn.take()
         if waiting is not None and waiting != but:
             self._reshard(waiting)
 
     def _reshard_unless_held(self, index: int) -> None:
-        """Reshard unit ``index`` unless something holds it; then there is room to unshard ahead."""
+        """Reshard unit ``index`` unless something holds it; then use the room to unshard ahead."""
         if self._reshard(index):
             self._note(What.AHEAD)
             self._prefetch()
@@ -852,7 +867,7 @@ class Schedule:
                 self._holds[number].lent = True
 
     def _prefetch(self) -> None:
-        """Unshard ahead, and bring the shards of the units after those from where they rest."""
+        """Unshard units ahead, and load the offloaded shards of the units after those."""
         self._unshard_ahead()
         if not self._fetches:
             return
@@ -863,8 +878,8 @@ class Schedule:
     def _unshard_ahead(self) -> None:
         """Start unsharding the units that are predicted next, up to the budget, at least one of them.
 
-        A prediction that returns to a unit ends there: what is needed again after the turn from forward to backward
-        would otherwise be gathered as soon as it was resharded.
+        A prediction that returns to a unit ends there. Otherwise a unit that is needed again after the turn from
+        forward to backward would be gathered as soon as it was resharded.
         """
         prediction = self._orders.of[self._grad_pass]
         while (index := prediction.upcoming()) is not None:
@@ -885,5 +900,5 @@ def _is_due(parameter: nn.Parameter) -> bool:
     try:
         node = torch.autograd.graph.get_gradient_edge(parameter).node
         return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # of a parameter for which autograd.grad was asked
+    except RuntimeError:  # autograd.grad was called for this parameter
         return False

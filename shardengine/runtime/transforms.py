@@ -1,8 +1,8 @@
-"""Transforms of torch.func around or inside of a model's forward. Must not know: units, hooks.
+"""Transforms of torch.func around or inside a model's forward. Must not know: units, hooks.
 
-[Note: Outside] Inside of a transform (``grad``, ``vmap``, ``jvp``) every operation of torch is transformed, and one
-that writes to memory from outside is refused. What the engine does there, gathering weights for instance, is no part of
-the function that is transformed, so it runs outside of all transforms.
+[Note: Outside] Inside a transform (``grad``, ``vmap``, ``jvp``) every operation of torch is transformed, and an
+operation that writes to memory from outside raises an error. The engine's own operations there, such as gathers of
+weights, are not part of the transformed function, so they run outside of all transforms.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 innermost = torch._C._functorch.peek_interpreter_stack
-"""The transform in which this runs, or None."""
+"""Returns the innermost active transform, or None."""
 
 
 def outside() -> AbstractContextManager[object]:
-    """Inside of this no transform sees what is done ([Note: Outside])."""
+    """Return a context that hides its operations from all transforms ([Note: Outside])."""
     return nullcontext() if innermost() is None else torch._C._DisableFuncTorch()
 
 
@@ -27,7 +27,7 @@ def inside() -> bool:
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
-    """What transforms have wrapped as ``tensor``, which has memory."""
+    """Return the tensor, with memory, that transforms have wrapped as ``tensor``."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor

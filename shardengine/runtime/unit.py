@@ -1,13 +1,13 @@
 """The buckets of one module, unsharded and resharded together. Owns the state machine of a unit's weights.
 
-Must not know: hooks, the optimizer, the order in which units run.
+Must not know: hooks, the optimizer, the order of units.
 
     SHARDED ──unshard()──▶ UNSHARDING ──wait_for_unshard()──▶ UNSHARDED ──reshard()──▶ SHARDED
        ▲───recover(), an error───┘
 
-A unit whose weights rest replicated is UNSHARDED from start to end. While a unit is not, its parameters are poison
-(sharding/poison.py): the right shape, no values; so are those of an UNSHARDED unit that are in flight after a step
-(deferred_gather). Those that are summoned (``full_params``) are views of a storage made for that alone, whatever the
+A unit whose weights rest replicated is always UNSHARDED. While a unit is in another state, its parameters are poison
+(sharding/poison.py): the right shape, no values. Parameters of an UNSHARDED unit that are in flight after a step are
+poison as well (deferred_gather). Summoned parameters (``full_params``) are views of a separate storage, whatever the
 state of the flat buffers.
 """
 
@@ -32,7 +32,7 @@ from shardengine.stages import Placement
 
 
 class UnshardState(enum.Enum):
-    """Where a unit's weights are."""
+    """The state of a unit's weights."""
 
     SHARDED = "sharded"
     UNSHARDING = "unsharding"
@@ -60,19 +60,22 @@ class Member:
         reveal(self.parameter, tensor)
 
     def hide(self, elsewhere: Elsewhere = SHARDED) -> None:
-        """Let the user's parameter be poison."""
+        """Turn the user's parameter into poison."""
         self.flat_buffer.hide(self.parameter, self.slot, elsewhere)
 
     @property
     def view(self) -> Tensor:
-        """Its view of the flat buffer."""
+        """The parameter's view of the flat buffer."""
         return self.flat_buffer.views[self.slot]
 
 
 @dataclass(frozen=True, eq=False)
 class Summoned:
-    """What one ``full_params`` holds of a unit. shown: what the parameters of these members show · parts: whole
-    buckets; neighbours share a storage, so that a parameter in several of them is one view."""
+    """The full weights of a unit for one ``full_params``.
+
+    shown: the tensors that the parameters of these members show · parts: whole buckets; neighbours share a storage, so
+    that a parameter in several of them is one view.
+    """
 
     shown: dict[Member, Tensor]
     parts: dict[Bucket, Tensor]
@@ -84,17 +87,20 @@ class Summoned:
 
 
 class Keeper(Protocol):
-    """Who keeps what the user's code has written into weights that are about to be let go of."""
+    """Saves writes of the user's code to weights that are about to be released."""
 
     def take(self, unit: Unit) -> None:
-        """The flat buffers of ``unit`` are released next."""
+        """Save writes to ``unit``: its flat buffers are released next."""
 
     def take_summoned(self, unit: Unit, held: Summoned, *, writable: bool) -> None:
-        """What ``full_params`` holds of ``unit`` is let go of next. writable: rank 0's is kept, and known."""
+        """Save writes to ``held``, summoned weights of ``unit`` that are released next.
+
+        writable: rank 0's weights are kept, and known.
+        """
 
 
 class Unit:
-    """One module's flat buffers. ``index`` 0 is the root: everything that is in no block."""
+    """One module's flat buffers. ``index`` 0 is the root: all parameters that are in no block."""
 
     def __init__(
         self, index: int, name: str, flat_buffers: list[FlatBuffer], members: list[Member], layout: Layout
@@ -105,7 +111,7 @@ class Unit:
         self.members = members
         self.trainable = frozenset(m.index for m in members if layout.parameters[m.index].trainable)
         self.elements = sum(flat_buffer.layout.length for flat_buffer in flat_buffers)
-        """Of all flat buffers, padding included."""
+        """The elements of all flat buffers, padding included."""
         self._by_slot = [(flat_buffer, _in_slots(flat_buffer, members)) for flat_buffer in flat_buffers]
         self._names = {m.index: layout.parameters[m.index].name for m in members}
         self.state = UnshardState.UNSHARDED
@@ -114,17 +120,17 @@ class Unit:
         self._summoned: list[Summoned] = []
         self._held: frozenset[int] = frozenset()
         self.was_summoned = False
-        """Whether somebody may have made a graph of weights in a storage that is gone, since ``forget_summoned``."""
+        """Whether a graph may exist, since ``forget_summoned``, that uses weights in a storage that was released."""
         self._keeper: Keeper | None = None
         self._keeps_inside = False
-        """Whether some bucket may keep its shard group's slice."""
+        """Whether some bucket may keep its shard group's slice of the weights."""
 
     def ask(self, keeper: Keeper) -> None:
-        """``keeper`` looks at weights before they are let go of, from now on."""
+        """Let ``keeper`` look at weights before they are released, from now on."""
         self._keeper = keeper
 
     def name_of(self, parameter: int) -> str:
-        """The name of a parameter of it, given by its index in the layout."""
+        """Return the name of a parameter of the unit, given by its index in the layout."""
         return self._names[parameter]
 
     @property
@@ -134,41 +140,42 @@ class Unit:
 
     @property
     def summoned_bytes(self) -> int:
-        """Of what every ``full_params`` holds of it."""
+        """Bytes of the summoned weights of every ``full_params``."""
         return sum(part.nbytes for held in self._summoned for part in held.parts.values())
 
     @property
     def summoned(self) -> bool:
-        """Whether ``full_params`` holds all of it."""
+        """Whether all of its parameters are summoned (``full_params``)."""
         return bool(self._summoned) and len(self._held) == len(self.members)
 
     @property
     def is_whole(self) -> bool:
-        """Whether what a forward saved of its weights can be read."""
+        """Whether weights that a forward saved can be read."""
         return self.state is UnshardState.UNSHARDED
 
     def is_summoned(self, parameter: int) -> bool:
-        """Whether ``full_params`` holds a parameter of it, given by its index in the layout."""
+        """Whether a parameter of the unit, given by its index in the layout, is summoned (``full_params``)."""
         return parameter in self._held
 
     def detach_shards(self) -> None:
-        """Once, at start: from UNSHARDED, give shards their own memory and rest sharded.
+        """Give shards their own memory, and reshard. Called once, at start, from UNSHARDED.
 
-        At one rank the shard is all of it and stays where it is: then only what the parameters show changes.
+        On one rank without offload the shard is the whole flat buffer, and no memory moves: the parameters become
+        poison.
         """
         for flat_buffer in self.flat_buffers:
             for bucket in flat_buffer.buckets:
-                if bucket.weight_store is None and bucket.rests_apart:
+                if bucket.weight_store is None and bucket.has_own_shard:
                     bucket.detach_shard(flat_buffer.homes.weights)
         self.reshard()
 
     def buckets(self) -> Iterator[Bucket]:
-        """Every bucket, in layout order."""
+        """Yield every bucket, in layout order."""
         for flat_buffer in self.flat_buffers:
             yield from flat_buffer.buckets
 
     def stores(self) -> Iterator[ShardStore]:
-        """Every store of its buckets."""
+        """Yield every store of its buckets."""
         for bucket in self.buckets():
             yield bucket.state_store
             if bucket.weight_store is not None:
@@ -179,7 +186,7 @@ class Unit:
     ) -> None:
         """SHARDED → UNSHARDING: start the all-gather of every bucket. After an error the unit is SHARDED.
 
-        coding: makes what travels of weights that are floating-point numbers and rest sharded.
+        coding: encodes floating-point weights that rest sharded for the transfer.
         """
         try:
             for flat_buffer in self.flat_buffers:
@@ -195,7 +202,7 @@ class Unit:
                 if loaded.end is not NOW:
                     self._loading.append(loaded.end)
                 with collectives.mesh.platform.loads.is_current() if loaded.on_loads else nullcontext():
-                    coded = loaded.placement is bucket.rests and bucket.full.is_floating_point()
+                    coded = loaded.placement is bucket.weight_placement and bucket.full.is_floating_point()
                     options = TransferOptions(coding if coded else None)
                     whole = bucket.full, loaded.placement, Placement.REPLICATED
                     self._in_flight.append(collectives.move(*whole, bucket.layout, purpose, None, options))
@@ -204,7 +211,7 @@ class Unit:
             raise
 
     def prefetch(self) -> None:
-        """The unit is unsharded soon: bring its shards from where they rest, as far as there is room."""
+        """Load the shards of offloaded weights, as far as there is room, because the unit is unsharded soon."""
         for bucket in self.buckets():
             bucket.prefetch_shard()
 
@@ -220,8 +227,11 @@ class Unit:
         self.show()
 
     def reshard(self, *, abandon: bool = False, keep_inside: bool = False) -> None:
-        """UNSHARDED → SHARDED: free the full weights. abandon: as in ``FlatBuffer.release``, views live on ·
-        keep_inside: keep the shard group's slice of them for the next ``unshard``."""
+        """UNSHARDED → SHARDED: free the full weights.
+
+        abandon: as in ``FlatBuffer.release``, views live on · keep_inside: keep the shard group's slice of the weights
+        for the next ``unshard``.
+        """
         if self._keeper is not None and self.state is UnshardState.UNSHARDED:
             self._keeper.take(self)
         self._move(UnshardState.SHARDED)
@@ -234,16 +244,16 @@ class Unit:
             flat_buffer.release(abandon=abandon)
 
     def recover(self) -> None:
-        """After a failure: neither summoned nor UNSHARDING. What is in flight keeps the storage that it writes into."""
+        """End summons and UNSHARDING after a failure. Collectives in flight keep the storage that they write into."""
         self._hold([])
         if self.state is UnshardState.UNSHARDING:
             self._abort_unshard()
         self.show()
 
     def _abort_unshard(self) -> None:
-        """The only way back from UNSHARDING."""
+        """UNSHARDING → SHARDED; the only way back."""
         for loaded in self._loading:
-            loaded.wait()  # the memory that is released is used again behind it
+            loaded.wait()  # the released memory is reused after the copy
         self._loading.clear()
         self._in_flight.clear()
         self.state = UnshardState.SHARDED
@@ -251,19 +261,19 @@ class Unit:
             flat_buffer.release(abandon=True)
 
     def forget_gathered(self) -> None:
-        """What was gathered ahead is old now."""
+        """Drop weights that were gathered ahead, because they are stale."""
         if self.state is UnshardState.UNSHARDING:
             self.wait_for_unshard()
             self.reshard()
 
     def relocate(self) -> None:
-        """From UNSHARDED: the same weights in other memory, because something in flight may write into the old one."""
+        """Move the weights of an UNSHARDED unit to other memory: a collective in flight may write into the old one."""
         for flat_buffer in self.flat_buffers:
             flat_buffer.relocate()
         self.show()
 
     def show(self) -> None:
-        """Show the user's parameters what they are when they are not summoned: weights or poison."""
+        """Show weights or poison, depending on the state, to the user's parameters that are not summoned."""
         full = self.state is UnshardState.UNSHARDED
         for member in self.members:
             if member.index in self._held:
@@ -274,7 +284,10 @@ class Unit:
                 member.hide()
 
     def misplaced(self, hidden: Collection[int] = ()) -> list[Member]:
-        """Whose parameter does not show what ``show`` gave it last. hidden: parameters that are poison in any case."""
+        """Return the members whose parameter does not show the tensor of the last ``show``.
+
+        hidden: parameters that are poison in any case.
+        """
         full = self.state is UnshardState.UNSHARDED
         found: list[Member] = []
         with torch._C.DisableTorchFunctionSubclass():  # poison is asked as fast as any other tensor
@@ -289,8 +302,10 @@ class Unit:
         return found
 
     def written(self, versions: Sequence[int]) -> list[Member]:
-        """From UNSHARDED: whose parameter was written or shows something else, except by ways that torch does not
-        count. versions: of each parameter of the layout, as they were."""
+        """Return the members whose parameter was written or shows another tensor; the unit must be UNSHARDED.
+
+        Writes that torch does not count are not found. versions: of each parameter of the layout, before.
+        """
         with torch._C.DisableTorchFunctionSubclass():
             return [
                 member
@@ -303,8 +318,11 @@ class Unit:
             ]
 
     def summon(self, collectives: Collectives, wanted: Collection[int]) -> Summoned:
-        """Show full weights of the parameters ``wanted`` that are not summoned yet, in storages of their own: what
-        happens in ``full_params`` cannot harm the flat buffers. Only buckets that hold some of them are gathered."""
+        """Show full weights of the parameters ``wanted`` that are not summoned yet, in separate storages.
+
+        So code in ``full_params`` cannot harm the flat buffers. Only buckets that hold some of these parameters are
+        gathered.
+        """
         members = frozenset(wanted) - self._held
         names = {self._names[index] for index in members}
         parts: dict[Bucket, Tensor] = {}
@@ -316,9 +334,9 @@ class Unit:
                 mark_weights(fresh)
                 for bucket in run:
                     part = parts[bucket] = fresh[bucket.layout.start - first : bucket.layout.end - first]
-                    bucket.own_slice(part, bucket.rests).copy_(bucket.shard())
+                    bucket.own_slice(part, bucket.weight_placement).copy_(bucket.shard())
                     collectives.move(
-                        part, bucket.rests, Placement.REPLICATED, bucket.layout, Purpose.WHOLE_WEIGHTS
+                        part, bucket.weight_placement, Placement.REPLICATED, bucket.layout, Purpose.WHOLE_WEIGHTS
                     ).wait()
                 for member, slot in zip(in_slots, flat_buffer.layout.slots, strict=True):
                     if member.index in members and first <= slot.start < end:
@@ -331,8 +349,10 @@ class Unit:
         return held
 
     def release_summoned(self, collectives: Collectives, held: Summoned, *, writable: bool) -> None:
-        """End ``summon``; with ``writable`` rank 0's contents become everybody's weights. Nothing happens where
-        ``recover`` has ended it."""
+        """End ``summon``; with ``writable`` rank 0's contents become the weights of all ranks.
+
+        Does nothing if ``recover`` has ended it.
+        """
         if held not in self._summoned:
             return
         if self._keeper is not None:
@@ -342,20 +362,20 @@ class Unit:
             self.forget_gathered()
         for bucket, part in held.parts.items() if writable else ():
             collectives.broadcast(part, bucket.layout, Purpose.WHOLE_WEIGHTS)
-            bucket.shard(writable=True).copy_(bucket.own_slice(part, bucket.rests))
+            bucket.shard(writable=True).copy_(bucket.own_slice(part, bucket.weight_placement))
             if self.state is UnshardState.UNSHARDED:
                 bucket.full.copy_(part)
             bucket.adopt_weights()
         self.show()
 
     def let_go(self, held: Summoned) -> None:
-        """After an error: end ``summon`` without looking at what was written. Local."""
+        """End ``summon`` after an error, without looking for writes. Local."""
         if held in self._summoned:
             self._hold([other for other in self._summoned if other is not held])
             self.show()
 
     def forget_summoned(self) -> None:
-        """A window is over, and with it its graphs."""
+        """End a window, and with it its graphs."""
         self.was_summoned = bool(self._summoned)
 
     def _hold(self, summoned: list[Summoned]) -> None:
@@ -368,7 +388,7 @@ class Unit:
         return any(bucket.kept_inside is not None for bucket in self.buckets())
 
     def forget_kept(self) -> None:
-        """Nothing is kept for the next ``unshard`` beside the shards."""
+        """Drop the shard group's slice that is kept for the next ``unshard``."""
         if self._keeps_inside:
             for bucket in self.buckets():
                 bucket.keep_inside(False)
@@ -379,11 +399,11 @@ class Unit:
         return any(flat_buffer.storage_key in keys for flat_buffer in self.flat_buffers)
 
     def summons_storage(self, key: int) -> bool:
-        """Whether ``full_params`` holds weights of this unit in the storage with identity ``key``."""
+        """Whether the storage with identity ``key`` holds summoned weights of this unit."""
         return any(part.untyped_storage()._cdata == key for held in self._summoned for part in held.parts.values())
 
     def spans(self) -> list[tuple[int, int]]:
-        """Where its weights lie in memory now, first and last address of each part; those that are summoned apart."""
+        """Return the first and last address of each part of its weights in memory now, without summoned ones."""
         flats = [flat_buffer.flat for flat_buffer in self.flat_buffers if flat_buffer.storage_bytes]
         return [(flat.data_ptr(), flat.data_ptr() + flat.nbytes) for flat in flats]
 
@@ -394,19 +414,19 @@ class Unit:
 
 
 def _in_slots(flat_buffer: FlatBuffer, members: Sequence[Member]) -> list[Member]:
-    """Those in ``flat_buffer``, in the order of its slots."""
+    """Return the members in ``flat_buffer``, in the order of its slots."""
     return sorted((member for member in members if member.flat_buffer is flat_buffer), key=lambda member: member.slot)
 
 
 def _runs(flat_buffer: FlatBuffer, names: Collection[str]) -> Iterator[list[Bucket]]:
-    """The buckets that hold some of the parameters ``names``, neighbours together."""
+    """Yield the buckets that hold some of the parameters ``names``, neighbours together."""
     for wanted, run in groupby(flat_buffer.buckets, lambda bucket: any(name in names for name in bucket.layout.names)):
         if wanted:
             yield list(run)
 
 
 def weight_bytes(units: Sequence[Unit]) -> Counter[str]:
-    """Bytes that hold weights at this moment, by tier: flat buffers, separate shards, and what is summoned."""
+    """Return the bytes that hold weights now, by tier: flat buffers, separate shards, and summoned weights."""
     flat_buffers = [flat_buffer for unit in units for flat_buffer in unit.flat_buffers]
     found = Counter(device=sum(unit.summoned_bytes for unit in units))
     for flat_buffer in flat_buffers:

@@ -1,25 +1,25 @@
 """Weights that the user's code writes: a codebook kept by averages, a momentum teacher, a clamped temperature.
 
-Owns: who finds them, and that they are kept as they would be without an engine.
+Owns: the detection of such writes, and that they are kept as they would be without an engine.
 
 Must not know: hooks, the order of units, the optimizer.
 
-[Note: Written weights] Where weights rest sharded they are gathered for a forward and let go of after it, and what was
-written in between would go with them. Where masters are stepped, they would overwrite what was written. So before
-weights are let go of, and before masters are used, it is asked what was written:
+[Note: Written weights] If weights rest sharded, they are gathered for a forward and released after it, and writes in
+between would be lost. If masters are stepped, they would overwrite the writes. So writes are detected before weights
+are released, and before masters are used:
 
-- torch counts in-place operations (``parameter._version``), and ``parameter.data = …`` shows other memory. Both are
-  asked of the host alone
-- ``parameter.data.mul_(…)`` shows in the values alone. In windows 1, 2, 4, 8, … and every 1,024 this rank's slice of
-  what was gathered is compared with the shard, and weights with their masters, but not where shard groups step apart.
-  What is found is taken for written ever after, on every rank (``ddp/writes.py``)
-- weights that travel coded are not what rests, so a write into them is refused
+- torch counts in-place operations (``parameter._version``), and ``parameter.data = …`` shows other memory. The host
+  checks both without the device.
+- ``parameter.data.mul_(…)`` changes only the values. In windows 1, 2, 4, 8, … and every 1,024 this rank's slice of the
+  gathered weights is compared with the shard, and weights with their masters, but not if each shard group steps on its
+  own. A parameter that was found changed counts as written from then on, on every rank (``ddp/writes.py``).
+- Weights that travel coded differ from the shards, so a write into them raises an error.
 
-This rank's slice of a written parameter goes to its shard, and to its tier; masters follow, but an element whose master
-still rounds to the weight keeps that. All other parameters keep every bit.
+This rank's slice of a written parameter goes to its shard, and from there to CPU or NVMe if it is offloaded. Masters
+follow, but a master that still rounds to the weight is kept. All other parameters keep every bit.
 
-A weight that changes inside of backward, where each rank is somewhere else and a block may be computed again, is an
-error. What is written again with the same values is not.
+A weight that changes inside of backward is an error, because ranks are at different places then and a block may be
+recomputed. Writing the same values again is allowed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from shardengine.sharding import Bucket, Layout, Partition, Span, holds_weights
 
 
 class WrittenWeights:
-    """Those of one engine. coded: weights travel coded."""
+    """The written weights of one engine. coded: weights travel coded."""
 
     def __init__(
         self,
@@ -68,17 +68,17 @@ class WrittenWeights:
         step_state.writes.ask(self._kept)
 
     def note_seen(self, *, inside: bool = True) -> None:
-        """What was written so far is known. inside: also into the units' parameters."""
+        """Treat all writes so far as known. inside: also those to the units' parameters."""
         if inside:
             with torch._C.DisableTorchFunctionSubclass():  # poison is asked as fast as any other tensor
                 self._versions = [parameter._version for parameter in self._parameters]
         self._versions_outside = [_mark_of(parameter) for _, parameter in self._outside]
 
-    # What was written is kept
+    # Keeping writes
 
     @torch.no_grad()
     def take(self, unit: Unit) -> None:
-        """See ``Keeper``: what was written into ``unit``, which is UNSHARDED."""
+        """See ``Keeper``: save writes to ``unit``, which is UNSHARDED."""
         found = self._found_in(unit)
         compared = self._unlike(unit, None) if self._compares and not self._coded else []
         if self._in_backward:
@@ -88,7 +88,7 @@ class WrittenWeights:
         if found and self._coded:
             raise _coded(self._name(found[0]), self._step_state.rank)
         self._watch(member for member in compared if member not in found)
-        known = self._writes.watched  # mostly none, and this runs whenever weights are let go of
+        known = self._writes.watched  # mostly empty, and this runs at every release of weights
         watched = [member for member in unit.members if self._name(member) in known] if known else []
         for name, view in self._shown([*found, *watched]):
             self._note(name, view)
@@ -121,7 +121,7 @@ class WrittenWeights:
 
     @torch.no_grad()
     def place(self) -> None:
-        """What whole weights show is in their flat buffers, whatever was written."""
+        """Copy written weights of whole units into their flat buffers."""
         for unit in self._whole():
             self._found_in(unit)
 
@@ -131,9 +131,9 @@ class WrittenWeights:
 
     @torch.no_grad()
     def adopt(self, *, masters: bool = True) -> None:
-        """Between two passes, before a backward, before a step: what was written is kept, and masters follow.
+        """Keep all writes, and update masters. Call it between two passes, before a backward, and before a step.
 
-        masters: they are used next. UsageError where they may have been stepped in this backward already.
+        masters: they are used next. Raises UsageError if they may have been stepped in this backward already.
         """
         for unit in self._whole():
             self.take(unit)
@@ -150,8 +150,10 @@ class WrittenWeights:
             self._compare_with_masters()
 
     def _compare_with_masters(self) -> None:
-        """Where weights rest in their flat buffers: masters follow those that do not fit them, whoever wrote them.
-        Masters that cannot be read are left to the update, which says so."""
+        """Update masters that do not fit their weights in flat buffers, whoever wrote them.
+
+        Masters that cannot be read are left to the update, which raises.
+        """
         for unit in () if "weights" in self._step_state.offloaded else self._units:
             for bucket in unit.buckets():
                 unlike = False
@@ -163,14 +165,14 @@ class WrittenWeights:
                     bucket.adopt_weights()
 
     def _keep(self, member: Member, whole: Mapping[Bucket, Tensor] | None = None) -> None:
-        """``member`` was written in ``whole``, None: in its flat buffer."""
+        """Keep the writes to ``member`` in ``whole``; None: in its flat buffer."""
         for bucket, span in self._spans[member.index].items():
             bucket.keep([span], bucket.full if whole is None else whole[bucket])
             if bucket.has_master:
                 self._due.setdefault(bucket, []).append(span)
 
     def _kept(self, name: str) -> list[tuple[int, int, int]]:
-        """What this rank keeps of the parameter ``name``, as ``ddp/writes.py`` wants it."""
+        """Return this rank's part of the parameter ``name``, in the form for ``ddp/writes.py``."""
         for outside, parameter in self._outside:
             if outside == name:
                 return [(0, parameter.numel(), int(digest(parameter)))]
@@ -182,10 +184,10 @@ class WrittenWeights:
             for first, values in bucket.kept([span])
         ]
 
-    # Who was written
+    # Finding writes
 
     def _found_in(self, unit: Unit) -> list[Member]:
-        """The members that torch says were written, which show their place in the flat buffer afterwards."""
+        """Return the members that torch counts as written; they show their place in the flat buffer afterwards."""
         hidden = () if self._deferred_gather is None else self._deferred_gather.hidden
         found = [member for member in unit.written(self._versions) if member.index not in hidden]
         for member in found:
@@ -193,13 +195,13 @@ class WrittenWeights:
         return found
 
     def _place(self, member: Member, view: Tensor) -> None:
-        """What ``member`` shows is in ``view``, its place, and known."""
+        """Copy the tensor that ``member`` shows to ``view``, its place, and treat the write as known."""
         parameter = member.parameter
         if parameter.data_ptr() != view.data_ptr():
             shown = parameter.data
             fits = shown.shape == view.shape and shown.dtype is view.dtype and shown.device == view.device
             taken, own = holds_weights(shown.untyped_storage()), self._owns(shown)
-            if taken and not own:  # another engine's
+            if taken and not own:  # memory of another engine
                 raise self._moved(member, shown)
             if fits and not taken:
                 view.copy_(shown)
@@ -211,7 +213,7 @@ class WrittenWeights:
         self._versions[member.index] = parameter._version
 
     def refuse_moved(self) -> None:
-        """``UsageError`` for the first parameter whose weights are sharded and which shows something else than that."""
+        """Raise ``UsageError`` for the first parameter with sharded weights that does not show them."""
         for unit in self._units:
             for member in unit.misplaced() if unit.state is not UnshardState.UNSHARDED else ():
                 raise self._moved(member, member.parameter)
@@ -224,8 +226,7 @@ class WrittenWeights:
         return _moved(self._name(member), self._step_state.rank, shown)
 
     def _unlike(self, unit: Unit, whole: Mapping[Bucket, Tensor] | None) -> list[Member]:
-        """The members of ``unit`` of which this rank keeps something else than is in ``whole``, None: in the flat
-        buffer."""
+        """Return the members of ``unit`` whose part on this rank differs from ``whole``; None: from the flat buffer."""
         found: list[Member] = []
         for bucket in unit.buckets():
             if whole is not None and bucket not in whole:
@@ -271,20 +272,22 @@ class WrittenWeights:
         return self._open or 0 <= torch._C._current_graph_task_id() == self._task
 
     def before_backward(self, *, masters: bool) -> None:
-        """A gradient has reached what a forward returned, or a backward begins: what was written before is kept.
-        masters: they may be stepped in it."""
+        """Keep all writes before a backward: it begins, or a gradient has reached a tensor that a forward returned.
+
+        masters: they may be stepped in it.
+        """
         task = torch._C._current_graph_task_id()
         if not self._open and (task < 0 or task != self._task):
             self.adopt(masters=masters)
         self._task = task
 
     def begin_backward(self, *, masters: bool) -> None:
-        """A backward begins, of which the end will be told. masters: as in ``before_backward``."""
+        """Begin a backward that ``end_backward`` ends. masters: as in ``before_backward``."""
         self.before_backward(masters=masters)
         self._open = True
 
     def end_backward(self, *, failed: bool = False) -> None:
-        """The backward is over. UsageError where a weight has changed in it, unless it has ``failed`` anyway."""
+        """End the backward. Raise UsageError if a weight has changed in it, unless it has ``failed`` anyway."""
         if self._open and not failed:
             for unit in self._whole():
                 self._end_of(unit)
@@ -302,7 +305,7 @@ class WrittenWeights:
         self._refuse_later(name for name, view in self._shown(found) if not self._writes.knows(name, view))
 
     def _refuse_later(self, names: Iterable[str]) -> None:
-        """Not at once: other ranks wait for collectives of this backward."""
+        """Record names for an error at the end of backward: other ranks wait for collectives of this backward."""
         self._changed += names
 
 
@@ -311,7 +314,7 @@ def _mark_of(parameter: Tensor) -> tuple[int, int]:
 
 
 def _spans_of(units: Sequence[Unit], layout: Layout) -> list[dict[Bucket, Span]]:
-    """Where each parameter lies in which buckets, which may hold a part of it."""
+    """Return the place of each parameter in each bucket that holds a part of it."""
     found: list[dict[Bucket, Span]] = [{} for _ in layout.parameters]
     for bucket in (bucket for unit in units for bucket in unit.buckets()):
         for piece in layout.pieces(bucket.layout):

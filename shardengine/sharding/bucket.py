@@ -67,13 +67,12 @@ class LoadedShard(NamedTuple):
 class Bucket:
     """A range of a flat buffer: its ``full`` view (valid while the flat buffer is allocated) and this rank's ``shard``.
 
-    state: the placement of master weights and optimizer state, and so what this rank steps · rests: where weights are
-    kept between steps once ``detach_shard`` has been called · state_store: keeps those:
-    states, and the master weights where these are not the weights themselves: those of low-precision weights, and those
-    in another tier than the weights · weight_store: keeps the shard, once ``detach_shard`` has put it there; until then
-    weights are REPLICATED and it is a view of ``full``. They come in this order: the master weights (``begin_master``)
-    while ``full`` is whole, ``detach_shard``, the states · kept_inside: the shard group's slice of the weights, from a
-    forward to its backward, where there is one.
+    state_placement: of master weights and optimizer state, and so of the elements that this rank steps ·
+    weight_placement: of weights between steps, after ``detach_shard`` · state_store: holds optimizer states, and master
+    weights if these are not the weights themselves (low-precision weights, or weights in another tier) · weight_store:
+    holds the shard after ``detach_shard``; until then weights are REPLICATED and it is a view of ``full`` ·
+    kept_inside: the shard group's slice of the weights from a forward to its backward, or None. They are made in this
+    order: master weights (``begin_master``) while ``full`` is whole, ``detach_shard``, the states.
     """
 
     def __init__(
@@ -82,16 +81,16 @@ class Bucket:
         flat_buffer: FlatBuffer,
         rank: int,
         state_store: ShardStore,
-        state: Placement,
-        rests: Placement = Placement.SHARDED,
+        state_placement: Placement,
+        weight_placement: Placement = Placement.SHARDED,
     ) -> None:
         self.layout = layout
         self.rank = rank
         self.flat_buffer = flat_buffer
         self.full = flat_buffer.flat[layout.start : layout.end]
-        self.state = state
+        self.state_placement = state_placement
         self.state_store = state_store
-        self.rests = rests
+        self.weight_placement = weight_placement
         self.weight_store: ShardStore | None = None
         self.kept_inside: Tensor | None = None
         self.own = {each: layout.interval(each, rank) for each in Placement}
@@ -100,7 +99,7 @@ class Bucket:
     @property
     def placement(self) -> Placement:
         """Where weights are kept now between steps."""
-        return Placement.REPLICATED if self.weight_store is None else self.rests
+        return Placement.REPLICATED if self.weight_store is None else self.weight_placement
 
     @property
     def has_master(self) -> bool:
@@ -109,7 +108,7 @@ class Bucket:
 
     def begin_master(self, full: Tensor, dtype: torch.dtype) -> None:
         """Master weights with the values of ``full``, of the bucket's full length: of what this rank steps."""
-        stepped = self.own_slice(full, self.state)
+        stepped = self.own_slice(full, self.state_placement)
         self.state_store.add({MASTER: stepped.to(dtype)})
 
     def adopt_slice(self, own: Tensor, master: torch.dtype | None, tier: Tier | None) -> None:
@@ -128,7 +127,7 @@ class Bucket:
 
     def begin_states(self, forms: Mapping[str, StateForm]) -> None:
         """Zeros for each optimizer state, of what this rank steps."""
-        count = self.layout.sizes[self.state]
+        count = self.layout.sizes[self.state_placement]
         self.state_store.add_zeros({name: (form.length(count), form.dtype) for name, form in forms.items()})
 
     def own_slice(self, full: Tensor, placement: Placement, of: Placement = Placement.REPLICATED) -> Tensor:
@@ -146,7 +145,7 @@ class Bucket:
     @property
     def state_interval(self) -> tuple[int, int]:
         """Where what this rank steps lies in the flat buffer."""
-        return self.own[self.state]
+        return self.own[self.state_placement]
 
     def weights(self, *, writable: bool = False) -> Tensor:
         """What is kept on this rank: all of it where it is replicated, else the shard. writable: to be written to."""
@@ -157,23 +156,29 @@ class Bucket:
         if writable:
             self.kept_inside = None
         if self.weight_store is None:
-            return self.own_slice(self.full, self.rests)
+            return self.own_slice(self.full, self.weight_placement)
         return self.weight_store.tensors(writable=writable)[SHARD]
 
     @property
-    def rests_apart(self) -> bool:
+    def has_own_shard(self) -> bool:
         """Whether a shard needs memory of its own: at one rank, in the device's memory, ``full`` is it."""
-        return self.layout.sizes[self.rests] < self.layout.length or self.flat_buffer.homes.weights is not None
+        return (
+            self.layout.sizes[self.weight_placement] < self.layout.length or self.flat_buffer.homes.weights is not None
+        )
 
     def detach_shard(self, tier: Tier | None = None) -> None:
         """Keep the shard in memory of its own, or in ``tier``, so that ``full`` can be released."""
         store = self._new_weight_store(tier)
-        store.add({SHARD: self.own_slice(self.full, self.rests)})
+        store.add({SHARD: self.own_slice(self.full, self.weight_placement)})
         self.weight_store = store
 
     def stepped_weights(self, *, writable: bool = True) -> Tensor:
         """The weights of what this rank steps, to be written to unless it is said otherwise."""
-        return self.own_slice(self.full, self.state) if self.weight_store is None else self.shard(writable=writable)
+        return (
+            self.own_slice(self.full, self.state_placement)
+            if self.weight_store is None
+            else self.shard(writable=writable)
+        )
 
     def adopt_master(self) -> None:
         """The master weights were written: round them to the weights."""
@@ -260,7 +265,7 @@ class Bucket:
         """The weights of what this rank steps, to be read and written until ``end_weights``; where they are stepped
         apart, by copies behind the current stream. blank: what is in them may be void, all of it will be written."""
         self.kept_inside = None
-        store, apart = self.weight_store, self.is_stepped_apart
+        store, apart = self.weight_store, self.steps_elsewhere
         if store is None:
             return self.stepped_weights()
         if apart:
@@ -278,9 +283,9 @@ class Bucket:
         return self.weight_store is not None and self.weight_store.away
 
     @property
-    def is_stepped_apart(self) -> bool:
+    def steps_elsewhere(self) -> bool:
         """Whether one of host and device computes the update, and the weights are kept with the other."""
-        return self.state_store.away != self.weights_away and self.flat_buffer.platform.is_apart
+        return self.state_store.away != self.weights_away and self.flat_buffer.platform.has_own_memory
 
     def load_shard(self) -> LoadedShard:
         """Begin to copy this rank's part to its place in ``full``, from where it is gathered."""
@@ -289,7 +294,7 @@ class Bucket:
             self.own_slice(self.full, Placement.SHARDED_INSIDE).copy_(self.kept_inside)
             return LoadedShard(Placement.SHARDED_INSIDE, False, end)
         if store is not None:
-            shard, place = store.check_out(to_copy=True)[SHARD], self.own_slice(self.full, self.rests)
+            shard, place = store.check_out(to_copy=True)[SHARD], self.own_slice(self.full, self.weight_placement)
             try:
                 if store.away:
                     end = platform.loads.copy(shard, place, platform.mark(), store.pending)
@@ -297,7 +302,7 @@ class Bucket:
                     place.copy_(shard)
             finally:
                 store.check_in(changed=False, after=end)
-        return LoadedShard(self.rests, store is not None and store.away, end)
+        return LoadedShard(self.weight_placement, store is not None and store.away, end)
 
     def leave(self, *, weights: bool) -> tuple[Placement, ShardStore] | None:
         """What outlasts its engine, with its placement: the master weights where they hold bits that the weights do
@@ -305,13 +310,13 @@ class Bucket:
         if self.has_master and (weights or self.state_store.tensors()[MASTER].dtype is not self.full.dtype):
             store = self.flat_buffer.new_state_store(self.layout.index)
             store.add({MASTER: self.state_store.tensors()[MASTER]})
-            return self.state, store
+            return self.state_placement, store
         if not weights:
             return None
         if self.weight_store is None:  # one rank, whose shard is all of it
             self.detach_shard()
         kept, self.weight_store = self.weight_store, None
-        return None if kept is None else (self.rests, kept)
+        return None if kept is None else (self.weight_placement, kept)
 
     def keep_inside(self, keep: bool) -> None:
         """``full`` is released: keep the shard group's slice of it, or what was kept of it no longer."""

@@ -43,7 +43,7 @@ class Apart(Platform):
         self.pinned_bytes = 0
 
     @property
-    def is_apart(self) -> bool:
+    def has_own_memory(self) -> bool:
         return True
 
     def copy_stream(self) -> CopyStream:

@@ -132,7 +132,7 @@ def followed(micros: int, place: dict[str, Any]) -> list[Any]:
     """Norms, and weights after the step, where gradients are changed, or joined by another backward's, before it."""
     found: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Platform, "is_apart", True)
+        patch.setattr(Platform, "has_own_memory", True)
         for change in ("none", "mul_", "clamp_", "replaced", "another backward"):
             zero = {"reduce_bucket_size": 600, **place}
             engine = cases.make_engine(cases.make_mlp(), cases.config_of("2", micros, zero=zero), "AdamW")

@@ -48,7 +48,7 @@ class Bench:
         move = self.link.move
 
         for bucket in buckets:
-            bucket.state = REPLICATED if gathers else SHARDED
+            bucket.state_placement = REPLICATED if gathers else SHARDED
 
         def noted(full: Tensor, source: Placement, target: Placement, what: Any, *rest: Any, **more: Any) -> Any:
             if source is PARTIAL:
@@ -105,7 +105,7 @@ def arrivals_in_different_orders(sharded: bool) -> list[bool]:
     for _ in range(2):
         bench.backward(orders[bench.rank])
         right.append(bench.slices_hold(bench.mean))
-        bench.reducer.release()
+        bench.reducer.discard()
     return right
 
 
@@ -134,7 +134,7 @@ def launch_orders() -> list[list[tuple[str, ...]]]:
         bench.launched.clear()
         bench.backward(orders[bench.rank])
         found.append(list(bench.launched))
-        bench.reducer.release()
+        bench.reducer.discard()
     return found
 
 
@@ -167,7 +167,7 @@ def windows_of_three(sharded: bool) -> list[Any]:
         for micro in range(3):
             bench.backward([3, 2, 1, 0], micro, final=micro == 2, synchronise=sharded or micro == 2)
         found += [bench.slices_hold(lambda p: bench.mean(p, micros=3)), len(bench.launched)]
-        bench.reducer.release()
+        bench.reducer.discard()
     return found
 
 
@@ -258,7 +258,7 @@ def late_gradients(sharded: bool, gathers: bool) -> list[Any]:
 
     wholes = [state.whole for state in bench.reducer.buckets if state.whole is not None]
     right = bench.slices_hold(expected) and (not gathers or torch.equal(torch.cat(wholes), bench.flat(expected)))
-    bench.reducer.release()
+    bench.reducer.discard()
     bench.backward([2, 3, 1, 0])
     return [right, bench.slices_hold(bench.mean)]
 
@@ -273,7 +273,7 @@ def test_a_backward_that_raised_midway_is_forgotten_by_release() -> None:
     bench.reducer.begin_backward(synchronise=True, final=True)
     bench.reducer.on_gradient(3, gradient(0, 1, 3))
     bench.reducer.on_gradient(1, gradient(0, 1, 1))
-    bench.reducer.release()
+    bench.reducer.discard()
     bench.backward([3, 2, 1, 0])
     assert bench.slices_hold(bench.mean)
 
@@ -282,7 +282,7 @@ def test_a_backward_that_raised_midway_is_forgotten_by_release() -> None:
 def test_release_forgets_the_gradients_of_an_open_window(sharded: bool) -> None:
     bench = Bench(sharded=sharded)
     bench.backward([3, 2, 1, 0], 1, final=False, synchronise=sharded)
-    bench.reducer.release()
+    bench.reducer.discard()
     assert not bench.reducer.used and bench.reducer.step_state.phase is Phase.EMPTY
     bench.backward([3, 2], 0)
     assert bench.slices_hold(lambda p: bench.mean(p, skipped={0: {0, 1}}))
@@ -303,8 +303,8 @@ def test_padding_of_a_complete_gradient_is_zero_in_a_reused_buffer() -> None:
     bench = Bench()
     pool = bench.link._pool
     for bucket in bench.plan.buckets:
-        dirty = pool.take(bucket.length, torch.float32)
+        dirty = pool.acquire(bucket.length, torch.float32)
         dirty.fill_(float("nan"))
-        pool.give(dirty)
+        pool.release(dirty)
     bench.backward([3, 2, 1, 0])
     assert bench.slices_hold(bench.mean)

@@ -112,7 +112,7 @@ TABLE = [
     Line("engine/monitors.py:Monitors._write", "read", "", lambda case, _: case.option == "monitored"),
     # gradients that leave, bucket by bucket
     Line("ddp/gradient_bucket.py:GradientBucket._sum", "to host", "stream", spills),
-    Line("ddp/reducer.py:Reducer._finish", "wait", "", spills),
+    Line("ddp/reducer.py:Reducer._complete_flights", "wait", "", spills),
     Line("ddp/gradient_bucket.py:GradientBucket.fetch", "to host", "stream", fetched),
     Line("ddp/gradient_bucket.py:GradientBucket.gradient_to_step", "wait", "", fetched),
     Line("optim/optimizer.py:ShardedOptimizer._payload", "to device", "blocking", squares),
@@ -180,7 +180,7 @@ START = {
 END = {
     ("offload/nvme/file_tier.py:FileTier.take_back_lent", "wait", ""),
     ("sharding/bucket.py:Bucket.load_shard", "to device", "stream"),
-    ("ddp/reducer.py:Reducer.drop", "wait", ""),
+    ("ddp/reducer.py:Reducer.abandon", "wait", ""),
     ("offload/shard_store.py:MemoryStore.drop", "wait", ""),
     ("engine/monitors.py:Monitors._write", "read", ""),
     ("optim/update.py:Verdict.applied", "read", ""),

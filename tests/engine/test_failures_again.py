@@ -186,10 +186,10 @@ CALLS: dict[str, tuple[Callable[[Any, str], Any], Callable[[Any], tuple[Any, str
         lambda engine, _: enter(engine.full_optimizer_state()),
         lambda core: (core, "adopt_written_weights"),
     ),
-    "state_dict": (lambda engine, _: engine.state_dict(), lambda core: (core.pool, "take")),
+    "state_dict": (lambda engine, _: engine.state_dict(), lambda core: (core.pool, "acquire")),
     "save_pretrained": (
         lambda engine, folder: engine.save_pretrained(Path(folder, "model")),
-        lambda core: (core.pool, "take"),
+        lambda core: (core.pool, "acquire"),
     ),
     "save_checkpoint": (
         lambda engine, folder: engine.save_checkpoint(folder),

@@ -34,7 +34,7 @@ def gather_everything(stage: str) -> dict[str, Any]:
             ) as slices:
                 join(slices, weights, specs, core.mesh.device)
             held = optimizer.held(bucket)
-            with gathered(core, bucket, held, bucket.state, Purpose.WHOLE_STATE, torch.float32) as slices:
+            with gathered(core, bucket, held, bucket.state_placement, Purpose.WHOLE_STATE, torch.float32) as slices:
                 join(slices, stepped, specs, core.mesh.device)
         return weights, stepped
 

@@ -233,7 +233,7 @@ def test_a_start_that_fails_on_one_rank_leaves_no_file_on_any(pools: Pools, tmp_
     assert "rank 1" in zero[0] and "no more" in zero[0] and zero[1] == [], zero
 
 
-@pytest.mark.parametrize(("owner", "name"), [(Reducer, "release"), (Unit, "unshard")])
+@pytest.mark.parametrize(("owner", "name"), [(Reducer, "discard"), (Unit, "unshard")])
 def test_close_that_fails_lets_go_of_everything_else(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, owner: Any, name: str
 ) -> None:

@@ -102,7 +102,7 @@ def raise_in(engine: Any, place: str) -> None:
     elif place == "inside of a bucket":
         fail_once(kernels, "update", 2)
     elif place == "after the update":
-        fail_once(core.reducer, "release", 0)
+        fail_once(core.reducer, "discard", 0)
 
 
 @contextmanager

@@ -62,7 +62,7 @@ class Meter:
         self.peak = 0
         self._engine, self.leaves = engine, False
         self._host: set[int] = set()
-        take, take_slice, allocate = BufferPool.take, GradientBucket.take_slice, FlatBuffer.allocate
+        take, take_slice, allocate = BufferPool.acquire, GradientBucket.take_slice, FlatBuffer.allocate
 
         def taking(pool: BufferPool, *args: Any, **options: Any) -> Tensor:
             before = pool.allocated_bytes
@@ -84,7 +84,7 @@ class Meter:
             allocate(flat_buffer)
             self.note()
 
-        patch.setattr(BufferPool, "take", taking)
+        patch.setattr(BufferPool, "acquire", taking)
         patch.setattr(GradientBucket, "take_slice", taking_slice)
         patch.setattr(FlatBuffer, "allocate", allocating)
 
@@ -307,7 +307,7 @@ class Apart(Platform):
     """The host's memory as that of a device, of which so many bytes are free, and more once torch caches none."""
 
     alignment = 64
-    is_apart = True
+    has_own_memory = True
 
     def __init__(self, free: int, cached: int = 0) -> None:
         super().__init__(torch.device("cpu"))

@@ -114,7 +114,7 @@ def train_apart(model: str, kind: str, configs: dict[str, dict[str, Any]], steps
                 sent.append(source.element_size())
             return send(self, pairs, *rest)
 
-        patch.setattr(Platform, "is_apart", True)
+        patch.setattr(Platform, "has_own_memory", True)
         patch.setattr(CopyQueue, "send", counted)
         results = {}
         for name, config in configs.items():

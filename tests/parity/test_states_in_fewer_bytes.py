@@ -273,7 +273,7 @@ def five_bytes(stage: str) -> dict[str, Any]:
     engine = cases.make_engine(cases.make_gpt2(), config)
     cases.run_micro_batch(engine, cases.loss_of, 0, 0)
     buckets, count = [state.bucket for state in engine._core.reducer.buckets], 0
-    elements = sum(bucket.layout.sizes[bucket.state] for bucket in buckets)
+    elements = sum(bucket.layout.sizes[bucket.state_placement] for bucket in buckets)
     for bucket in buckets:
         count += sum(flat.untyped_storage().nbytes() for flat in bucket.state_store.tensors().values())
         count += bucket.stepped_weights(writable=False).nbytes

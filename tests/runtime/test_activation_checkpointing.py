@@ -116,13 +116,13 @@ def test_frozen_blocks_that_no_gradient_passes_keep_nothing(monkeypatch: pytest.
         part.requires_grad_(False)
     engine = engine_of("offloaded", "3", model)
     pool, taken = pool_of(engine), []
-    take = pool.take
+    take = pool.acquire
 
     def noting(count: int) -> Tensor:
         taken.append(count)
         return take(count)
 
-    monkeypatch.setattr(pool, "take", noting)
+    monkeypatch.setattr(pool, "acquire", noting)
     engine.backward(squares(engine, 0, 0, 0))
     assert [block.forwards for block in model.blocks] == [1, 2]
     assert taken == [4 * 8 * 4], "the input of the second block"

@@ -212,10 +212,10 @@ def test_the_pool_never_holds_more_than_twice_of_what_was_in_use() -> None:
     most = most_room = 0
     for turn in range(2000):
         if used and draw.random() < (0.2, 0.8)[turn // 100 % 2]:
-            pool.give(used.pop(draw.randrange(len(used)))[1])
+            pool.release(used.pop(draw.randrange(len(used)))[1])
         else:
             count = draw.randrange(1, (100, 1000, 5000, 300)[turn // 200 % 4])
-            buffer = pool.take(count)
+            buffer = pool.acquire(count)
             assert count <= buffer.numel() <= 2 * count and all(buffer is not other for _, other in used)
             used.append((count, buffer))
         room = sum(buffer.numel() for _, buffer in used)
@@ -223,7 +223,7 @@ def test_the_pool_never_holds_more_than_twice_of_what_was_in_use() -> None:
         assert pool.allocated_bytes == pool.idle_bytes + room <= most_room <= 2 * most
     again = HostBuffers(Platform(CPU))
     for _ in range(3):
-        taken = [again.take(100 + n) for n in range(5)]
+        taken = [again.acquire(100 + n) for n in range(5)]
         assert again.allocated_bytes == 510
         for buffer in taken:
-            again.give(buffer)
+            again.release(buffer)

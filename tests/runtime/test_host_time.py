@@ -213,8 +213,8 @@ def test_a_buffer_is_found_at_the_same_cost_however_many_are_idle() -> None:
     counts = []
     for idle in (10, 1000):
         buffers = HostBuffers(Platform(torch.device("cpu")))
-        for taken in [buffers.take(64) for _ in range(idle)]:
-            buffers.give(taken)
-        buffers.give(buffers.take(64))
-        counts.append(sum(executed(functools.partial(buffers.take, 64)).values()))
+        for taken in [buffers.acquire(64) for _ in range(idle)]:
+            buffers.release(taken)
+        buffers.release(buffers.acquire(64))
+        counts.append(sum(executed(functools.partial(buffers.acquire, 64)).values()))
     assert counts[0] == counts[1]

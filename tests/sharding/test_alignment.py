@@ -23,7 +23,7 @@ def test_every_parameter_is_aligned_for_the_device(
     monkeypatch: pytest.MonkeyPatch, stage: str, apart: bool, align: int
 ) -> None:
     """mlp has parameters of one, three and more elements, and some are unfrozen after the first layout."""
-    monkeypatch.setattr(Platform, "is_apart", apart)
+    monkeypatch.setattr(Platform, "has_own_memory", apart)
     both: tuple[dict[str, Any], ...] = ({}, {"bf16": {"enabled": True}})
     for options in both:
         model: Any = cases.make_mlp()

@@ -89,7 +89,7 @@ def test_a_relocated_flat_buffer_has_its_contents_in_other_memory() -> None:
     assert all(torch.equal(view, before) for view, before in zip(flat_buffer.views, views, strict=True))
     for bucket in flat_buffer.buckets:
         bucket.shard(writable=True).fill_(7)
-        assert (bucket.own_slice(bucket.full, bucket.rests) == 7).all()
+        assert (bucket.own_slice(bucket.full, bucket.weight_placement) == 7).all()
     detached = one_flat_buffer(rank=1)
     detached.buckets[0].detach_shard()
     shard = detached.buckets[0].shard()
@@ -150,41 +150,41 @@ def test_a_flat_buffer_has_one_poison_per_parameter_of_its_shape() -> None:
 
 def test_a_pool_hands_a_returned_buffer_out_again() -> None:
     pool = BufferPool(Platform(CPU))
-    first = pool.take(16, torch.float32)
-    second = pool.take(16, torch.float32)
+    first = pool.acquire(16, torch.float32)
+    second = pool.acquire(16, torch.float32)
     assert first.data_ptr() != second.data_ptr() and pool.allocated_bytes == 128
-    pool.give(first)
-    assert pool.take(16, torch.float32).data_ptr() == first.data_ptr()
+    pool.release(first)
+    assert pool.acquire(16, torch.float32).data_ptr() == first.data_ptr()
     assert pool.allocated_bytes == 128
 
 
 def test_a_pool_never_hands_a_buffer_to_two_takers() -> None:
     pool = BufferPool(Platform(CPU))
-    pool.give(pool.take(16, torch.float32))
-    first, second = pool.take(16, torch.float32), pool.take(16, torch.float32)
+    pool.release(pool.acquire(16, torch.float32))
+    first, second = pool.acquire(16, torch.float32), pool.acquire(16, torch.float32)
     assert first.data_ptr() != second.data_ptr()
 
 
 def test_a_pool_never_hands_out_another_length_or_dtype() -> None:
     pool = BufferPool(Platform(CPU))
-    pool.give(pool.take(16, torch.float32))
-    assert pool.take(32, torch.float32).shape == (32,)
-    assert pool.take(16, torch.float64).dtype is torch.float64
+    pool.release(pool.acquire(16, torch.float32))
+    assert pool.acquire(32, torch.float32).shape == (32,)
+    assert pool.acquire(16, torch.float64).dtype is torch.float64
     assert pool.allocated_bytes == 64 + 128 + 128
 
 
 def test_a_pool_that_forgets_counts_from_nothing() -> None:
     pool = BufferPool(Platform(CPU))
-    first, _ = pool.take(4, torch.float32), pool.take(8, torch.float32)
-    pool.give(first)
+    first, _ = pool.acquire(4, torch.float32), pool.acquire(8, torch.float32)
+    pool.release(first)
     pool.forget()
     assert pool.allocated_bytes == 0
-    assert pool.take(4, torch.float32) is not first and pool.allocated_bytes == 16
+    assert pool.acquire(4, torch.float32) is not first and pool.allocated_bytes == 16
 
 
 def test_clearing_a_pool_forgets_only_what_nobody_has_taken() -> None:
     pool = BufferPool(Platform(CPU))
-    taken, free = pool.take(16, torch.float32), pool.take(16, torch.float32)
-    pool.give(free)
+    taken, free = pool.acquire(16, torch.float32), pool.acquire(16, torch.float32)
+    pool.release(free)
     pool.clear()
     assert pool.allocated_bytes == taken.nbytes

@@ -185,8 +185,8 @@ def test_buffers_in_host_memory_are_not_the_devices(monkeypatch: pytest.MonkeyPa
     engine.step()
     before = engine.memory()
     assert before["buffer_bytes"] > 0 == before["host_buffer_bytes"]
-    monkeypatch.setattr(Platform, "is_apart", True)
-    engine._core.pool.take(10, torch.float32, on_host=True)
+    monkeypatch.setattr(Platform, "has_own_memory", True)
+    engine._core.pool.acquire(10, torch.float32, on_host=True)
     after = engine.memory()
     assert after["buffer_bytes"] == before["buffer_bytes"] and after["host_buffer_bytes"] == 40
     engine._core.pool.clear()

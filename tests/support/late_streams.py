@@ -373,7 +373,7 @@ class LatePlatform(Platform):
         self._names = (f"copy stream {number}" for number in itertools.count(1))
 
     @property
-    def is_apart(self) -> bool:
+    def has_own_memory(self) -> bool:
         return True
 
     def copy_stream(self) -> CopyStream:

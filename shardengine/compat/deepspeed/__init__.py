@@ -1,18 +1,19 @@
-"""What frameworks and scripts use of DeepSpeed, over shardengine: ``import shardengine.compat.deepspeed as deepspeed``.
+"""DeepSpeed's API as frameworks and scripts use it: ``import shardengine.compat.deepspeed as deepspeed``.
 
-table        every name that is provided or refused; modules that are made of it
-stand_in     ``import deepspeed`` finds this one, in one process
-facade       DeepSpeedEngine around our engine; initialize
-config_classes, getters, monitors  what a config says without an engine, with one; numbers of a script's own
-foreign      what of a config means something else there than here
-client_state what a program keeps beside a checkpoint
-checkpoints  DeepSpeed's own checkpoints, whole weights of ours
-gathering    zero.Init, GatheredParameters, what parameters carry
-processes    init_distributed and comm
-helpers      small functions of utils, checkpoint.utils and accelerator
-hosts        what has to be changed in frameworks, each with its reason
+table          every name that is provided or rejected; builds the modules from it
+stand_in       makes ``import deepspeed`` find this package, in one process
+facade         DeepSpeedEngine around our engine; initialize
+config_classes, getters  values of a config, without an engine and with one
+monitors       metrics that a script writes itself
+foreign        settings of a config whose meaning differs from ours
+client_state   a program's own data beside a checkpoint
+checkpoints    DeepSpeed's own checkpoints, whole weights from ours
+gathering      zero.Init, GatheredParameters, attributes of parameters
+processes      init_distributed and comm
+helpers        small functions of utils, checkpoint.utils and accelerator
+hosts          patches of frameworks, each with its reason
 
-Must not know: the engine behind its public surface. Frameworks are never imported, only met.
+Must not know: engine internals. It never imports a framework.
 """
 
 from __future__ import annotations
@@ -29,4 +30,4 @@ __version__ = VERSION
 if TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """What the table has, a module or an object."""
+        """Return a module or an object of the table."""

@@ -1,6 +1,6 @@
-"""deepspeed.accelerator: what a script asks about devices; torch.cuda's answers where there is a GPU, else the CPU's.
+"""deepspeed.accelerator: device queries of scripts, answered by torch.cuda if there is a GPU, else for the CPU.
 
-Must not know: engines. On a CPU streams and events are none, memory is what this process has of the host's.
+Must not know: engines. On a CPU there are no streams and events, and memory is the host memory of this process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _on_gpu() -> bool:
 
 
 def _resident() -> int:
-    """Bytes of the host's memory that this process has now."""
+    """Return the resident host memory of this process in bytes."""
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -50,40 +50,40 @@ def _of_device(name: str) -> Callable[..., None]:
 
 
 class Accelerator:
-    """What deepspeed says about devices: CUDA's, or the CPU."""
+    """DeepSpeed's accelerator for CUDA devices, or for the CPU."""
 
     @property
     def _name(self) -> str:
         return self.device_name()
 
     def device_name(self, device_index: int | None = None) -> str:
-        """ "cuda", "cuda:0" or "cpu"."""
+        """Return "cuda", "cuda:0" or "cpu"."""
         kind = "cuda" if _on_gpu() else "cpu"
         return kind if device_index is None or kind == "cpu" else f"{kind}:{device_index}"
 
     def device(self, device_index: int | None = None) -> AbstractContextManager[Any]:
-        """Inside of ``with`` this the device is current."""
+        """Return a context manager that makes the device current."""
         return torch.cuda.device(device_index) if _on_gpu() and device_index is not None else nullcontext()
 
     def current_device_name(self) -> str:
-        """Of the device that is current."""
+        """Return the name of the current device."""
         return self.device_name(torch.cuda.current_device() if _on_gpu() else None)
 
     def current_device(self) -> int | str:
-        """Its number; "cpu" without one."""
+        """Return the index of the current device; "cpu" on a CPU."""
         return torch.cuda.current_device() if _on_gpu() else "cpu"
 
     def device_count(self) -> int:
-        """How many this process sees; on a CPU how many processes the launcher has started here, at least 1."""
+        """Return the number of visible devices; on a CPU the launcher's processes on this machine, at least 1."""
         launched = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1"
         return torch.cuda.device_count() if _on_gpu() else max(1, int(launched))
 
     def is_available(self) -> bool:
-        """Whether it can be computed on."""
+        """Return True: there always is a device."""
         return True
 
     def is_synchronized_device(self) -> bool:
-        """Whether an operation has ended when its call returns."""
+        """Return whether an operation is complete when its call returns."""
         return not _on_gpu()
 
     use_host_timers = resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
@@ -95,42 +95,42 @@ class Accelerator:
     reset_max_memory_cached = _of_device("reset_max_memory_cached")
 
     def empty_cache(self) -> None:
-        """Give memory that is not used back to the device."""
+        """Return unused cached memory to the device."""
         if _on_gpu():
             torch.cuda.empty_cache()
 
     # Random numbers
 
     def random(self) -> Any:
-        """torch.random."""
+        """Return the module torch.random."""
         return torch.random
 
     def manual_seed(self, seed: int) -> None:
-        """Seed the random numbers of the current device."""
+        """Seed the generator of the current device."""
         if _on_gpu():
             torch.cuda.manual_seed(seed)
         else:
             torch.manual_seed(seed)
 
     def manual_seed_all(self, seed: int) -> None:
-        """Seed the random numbers of every device that this process sees; on a CPU the default ones."""
+        """Seed the generators of all visible devices; on a CPU the default generator."""
         if _on_gpu():
             torch.cuda.manual_seed_all(seed)
         else:
             torch.manual_seed(seed)
 
     def initial_seed(self) -> int:
-        """Of the current device."""
+        """Return the initial seed of the current device."""
         return torch.cuda.initial_seed() if _on_gpu() else torch.initial_seed()
 
     def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
-        """Of the current device, or of this one."""
+        """Return the random state of the given device, by default the current one."""
         if not _on_gpu():
             return torch.get_rng_state()
         return torch.cuda.get_rng_state() if device_index is None else torch.cuda.get_rng_state(device_index)
 
     def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
-        """The opposite."""
+        """Set the random state of the given device, by default the current one."""
         if not _on_gpu():
             torch.set_rng_state(new_state)
         elif device_index is None:
@@ -139,7 +139,7 @@ class Accelerator:
             torch.cuda.set_rng_state(new_state, device_index)
 
     def default_generator(self, device_index: int) -> torch.Generator:
-        """Of a device."""
+        """Return the default generator of a device."""
         return torch.cuda.default_generators[device_index] if _on_gpu() else torch.default_generator
 
     # Streams
@@ -155,15 +155,15 @@ class Accelerator:
         return torch.cuda.Event if _on_gpu() else None
 
     def stream(self, stream: Any) -> AbstractContextManager[Any]:
-        """Inside of ``with`` this the stream is current."""
+        """Return a context manager that makes the stream current."""
         return torch.cuda.stream(stream) if _on_gpu() else nullcontext()
 
     def current_stream(self, device_index: int | None = None) -> Any:
-        """None on a CPU."""
+        """Return the current stream; None on a CPU."""
         return torch.cuda.current_stream(device_index) if _on_gpu() else None
 
     def default_stream(self, device_index: int | None = None) -> Any:
-        """None on a CPU."""
+        """Return the default stream; None on a CPU."""
         return torch.cuda.default_stream(device_index) if _on_gpu() else None
 
     # Memory
@@ -174,88 +174,88 @@ class Accelerator:
     max_memory_cached = max_memory_reserved = _of_memory("max_memory_reserved", _most_resident)
 
     def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
-        """torch.cuda.memory_stats; on a CPU what is allocated now and was at most."""
+        """Return torch.cuda.memory_stats; on a CPU the current and peak resident memory."""
         if _on_gpu():
             return dict(torch.cuda.memory_stats(device_index))
         return {"allocated_bytes.all.current": _resident(), "allocated_bytes.all.peak": _most_resident()}
 
     def total_memory(self, device_index: int | None = None) -> int:
-        """Bytes of the device, or of the host."""
+        """Return the bytes of memory of the device, or of the host."""
         if _on_gpu():
             return int(torch.cuda.mem_get_info(device_index)[1])
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """Bytes of them that are free."""
+        """Return the bytes of free memory of the device, or of the host."""
         if _on_gpu():
             return int(torch.cuda.mem_get_info(device_index)[0])
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
     def pin_memory(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:
-        """``tensor`` in memory that a GPU copies from without a stop; on a CPU itself."""
+        """Return ``tensor`` in page-locked memory; on a CPU ``tensor`` itself."""
         return tensor.pin_memory() if _on_gpu() else tensor
 
     def unpin_memory(self, tensor: torch.Tensor) -> None:
-        """Nothing: it is unpinned when nobody has it any more."""
+        """Do nothing: memory is unpinned when the tensor is freed."""
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether it is."""
+        """Return whether ``tensor`` is in page-locked memory."""
         return tensor.is_pinned() if _on_gpu() else False
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
-        """Whether it lies on a device of this kind."""
+        """Return whether ``tensor`` is on a device of this kind."""
         return tensor.device.type == self.device_name()
 
-    # What it can
+    # Capabilities
 
     def is_bf16_supported(self) -> bool:
-        """Whether bf16 can be computed with."""
+        """Return whether the device computes in bf16."""
         return torch.cuda.is_bf16_supported() if _on_gpu() else True
 
     def is_fp16_supported(self) -> bool:
-        """Whether fp16 can be."""
+        """Return whether the device computes in fp16."""
         return True
 
     def is_fp64_supported(self) -> bool:
-        """Whether fp64 can be."""
+        """Return whether the device computes in fp64."""
         return True
 
     def is_triton_supported(self) -> bool:
-        """Whether Triton compiles for it."""
+        """Return whether Triton compiles for the device."""
         return _on_gpu() and torch.cuda.get_device_capability() >= (8, 0)
 
     def supported_dtypes(self) -> list[torch.dtype]:
-        """In which weights may be."""
+        """Return the dtypes that weights may have."""
         return [torch.float, torch.half, *([torch.bfloat16] if self.is_bf16_supported() else [])]
 
     def communication_backend_name(self) -> str:
-        """Of torch.distributed."""
+        """Return the backend of torch.distributed for this device."""
         return "nccl" if _on_gpu() else "gloo"
 
     def range_push(self, msg: str, *_: Any, **__: Any) -> None:
-        """A range of NVTX begins; nothing on a CPU."""
+        """Begin an NVTX range; on a CPU do nothing."""
         if _on_gpu():
             torch.cuda.nvtx.range_push(msg)
 
     def range_pop(self, *_: Any, **__: Any) -> None:
-        """It ends."""
+        """End the last NVTX range; on a CPU do nothing."""
         if _on_gpu():
             torch.cuda.nvtx.range_pop()
 
     def lazy_call(self, callback: Callable[[], Any]) -> Any:
-        """Call it now."""
+        """Call ``callback`` now."""
         return callback()
 
     def get_compile_backend(self) -> str:
-        """Of torch.compile."""
+        """Return the default backend of torch.compile."""
         return "inductor"
 
     def visible_devices_envs(self) -> list[str]:
-        """Which variables say what devices a process sees."""
+        """Return the environment variables that select the visible devices."""
         return ["CUDA_VISIBLE_DEVICES"]
 
     def export_envs(self) -> list[str]:
-        """Beginnings of variables that a launcher hands on to other machines."""
+        """Return prefixes of environment variables that a launcher passes on to other machines."""
         return ["NCCL"] if _on_gpu() else []
 
     def __getattr__(self, name: str) -> Any:
@@ -274,12 +274,12 @@ _ACCELERATOR = Accelerator()
 
 
 def get_accelerator() -> Accelerator:
-    """The one of this process."""
+    """Return the accelerator of this process."""
     return _ACCELERATOR
 
 
 def set_accelerator(accelerator: Any) -> None:
-    """UsageError unless it is the one of this process: torch says which that is."""
+    """Raise UsageError unless ``accelerator`` is the one of this process, which torch determines."""
     if accelerator is not _ACCELERATOR:
         raise UsageError(
             f"set_accelerator: expected get_accelerator()'s, got {type(accelerator).__name__}; a GPU is used where "
@@ -288,7 +288,7 @@ def set_accelerator(accelerator: Any) -> None:
 
 
 def is_current_accelerator_supported() -> bool:
-    """Whether the engine trains on it."""
+    """Return whether the engine trains on the current accelerator."""
     return _ACCELERATOR.device_name() in _KINDS
 
 

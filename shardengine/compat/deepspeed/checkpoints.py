@@ -1,9 +1,9 @@
-"""Checkpoints as DeepSpeed's users know them: its own are resumed where they lie; whole fp32 weights from ours.
+"""DeepSpeed's checkpoint functions: resume from DeepSpeed's own checkpoints, read whole fp32 weights from ours.
 
-Owns: what lies beside a checkpoint, what is read in its place. Must not know: how an engine saves and loads.
+Owns: the files beside a checkpoint, the import of DeepSpeed's. Must not know: how an engine saves and loads.
 
-[Note: In place] One of DeepSpeed's is imported by rank 0 into a folder beside it, loaded from there by all ranks, and
-the folder is removed. Its scheduler's state is taken over by the one that the engine has.
+[Note: In place] Rank 0 imports a checkpoint of DeepSpeed into a folder beside it, all ranks load it from there, and the
+folder is removed. The engine's scheduler takes over the scheduler's state.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from shardengine.sharding import WEIGHT
 
 _IMPORTED = "imported-by-shardengine"
 SCHEDULER = "lr_scheduler"
-"""Under which name of an imported client state the state of a scheduler is."""
+"""The key of a scheduler's state in an imported client state."""
 _SCRIPT = '''"""Write the whole fp32 weights of this checkpoint: python zero_to_fp32.py CHECKPOINT_DIR OUTPUT_DIR."""
 import sys; from shardengine.app.cli import main; sys.exit(main(["export", "--format", "safetensors", "--dtype", "fp32", *sys.argv[1:]]))
 '''  # noqa: E501
 
 
 def write_script(save_dir: str | Path) -> None:
-    """``zero_to_fp32.py``, where DeepSpeed's users look for it. Rank 0's."""
+    """Write ``zero_to_fp32.py`` to ``save_dir``, as DeepSpeed does; called by rank 0."""
     Path(save_dir, "zero_to_fp32.py").write_text(_SCRIPT, encoding="utf-8")
 
 
 @contextmanager
 def readable(load_dir: str | Path, tag: str | None) -> Iterator[tuple[Path, str | None, bool]]:
-    """Yield (directory, tag, whether it was DeepSpeed's) of a checkpoint that an engine loads; collective.
+    """Yield (directory, tag, whether DeepSpeed wrote it) of a checkpoint that an engine can load. Collective.
 
-    CheckpointError on every rank where one of DeepSpeed's cannot be imported.
+    CheckpointError on every rank if a checkpoint of DeepSpeed cannot be imported.
     """
     folder = Path(load_dir)
     place = _theirs(folder, tag)
@@ -77,26 +77,26 @@ def readable(load_dir: str | Path, tag: str | None) -> Iterator[tuple[Path, str 
 
 
 def _theirs(folder: Path, tag: str | None) -> Path | None:
-    """The checkpoint, if DeepSpeed has written it; beside it ours may lie."""
+    """Return the path of the checkpoint if DeepSpeed has written it, else None; the folder may also hold ours."""
     place = place_of(folder, tag)
     return place if next(place.glob("*_model_states.pt"), None) is not None else None
 
 
 def place_of(load_dir: str | Path, tag: str | int | None) -> Path:
-    """Where the checkpoint lies that was loaded."""
+    """Return the path of checkpoint ``tag`` in ``load_dir``; without a tag, of the one that ``latest`` names."""
     name = directory.latest(Path(load_dir)) if tag is None else str(tag)
     return Path(load_dir) if name is None else Path(load_dir, name)
 
 
 def leaves_out(load_dir: str | Path, tag: str | None) -> bool:
-    """Whether the checkpoint is one of ours without the frozen parameters; False where that cannot be read."""
+    """Return whether it is one of our checkpoints without frozen parameters; False if it cannot be read."""
     with suppress(CheckpointError):
         return bool(index.read(place_of(load_dir, tag)).get("left_out"))
     return False
 
 
 def resume_schedule(engine: Engine, saved: Any) -> None:
-    """The scheduler of ``engine`` goes on from the state that DeepSpeed has written."""
+    """Load a scheduler state that DeepSpeed has written into the scheduler of ``engine``."""
     scheduler = engine.lr_scheduler
     if scheduler is None or not isinstance(saved, dict):
         return
@@ -104,8 +104,8 @@ def resume_schedule(engine: Engine, saved: Any) -> None:
     if isinstance(scheduler, schedules.Schedule):
         scheduler.load_state_dict(saved)
         return
-    if steps is not None:  # of one that the config names
-        saved = {"last_epoch": steps, "_step_count": steps + 1}  # the rates of this moment, which it has saved, too
+    if steps is not None:  # of DeepSpeed's own schedules
+        saved = {"last_epoch": steps, "_step_count": steps + 1}  # current rates are in the saved optimizer groups
     scheduler.load_state_dict({**scheduler.state_dict(), **saved})
 
 
@@ -118,9 +118,10 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Tensor]:
-    """Every weight and buffer of a checkpoint, ours or DeepSpeed's, whole, weights in fp32. No engine, no ranks.
+    """Return all whole weights (in fp32) and buffers of a checkpoint, ours or DeepSpeed's. Needs no engine, no ranks.
 
-    tag: None: the newest · exclude_frozen_parameters: without them · lazy_mode: no effect. CheckpointError: damaged.
+    tag: None: the newest · exclude_frozen_parameters: leave them out · lazy_mode: no effect. CheckpointError if the
+    checkpoint is damaged.
     """
     folder = Path(checkpoint_dir)
     theirs = _theirs(folder, tag)
@@ -143,6 +144,6 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None
 ) -> nn.Module:
-    """``model`` on the CPU, with the weights of a checkpoint, and no engine."""
+    """Move ``model`` to the CPU, load the weights of a checkpoint into it and return it. Needs no engine."""
     model.cpu().load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
     return model

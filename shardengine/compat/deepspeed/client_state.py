@@ -1,10 +1,10 @@
-"""What a program keeps beside a checkpoint: JSON in its index, anything else in a file of torch.save.
+"""A program's own data beside a checkpoint: JSON in its index, anything else in a file of torch.save.
 
-Owns: which of the two, the file, that it is whole. Must not know: how an engine saves and loads.
+Owns: the choice between the two, the file, its integrity. Must not know: how an engine saves and loads.
 
-[Note: Two names] The file lies in the checkpoint's directory, which the engine makes at once and whole. So it is
-written beside it first and moved inside afterwards; the index has its checksum. Where a program is killed in between,
-nothing is lost: it is read where it was written.
+[Note: Two names] The file belongs in the checkpoint's directory, which the engine creates atomically. So the file is
+first written beside that directory and moved into it afterwards. The index has its checksum. If the program is killed
+in between, nothing is lost: the file is read from the first place.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ _CHECKSUM = f"sha256 of {FILE}"
 
 @contextmanager
 def kept(save_dir: str | Path, tag: str, given: Any) -> Iterator[Any]:
-    """Yield what the engine keeps for ``given``, JSON, while it saves ``save_dir/tag``; of rank 0, as ever.
+    """Yield the JSON value that the engine saves for ``given`` in ``save_dir/tag``; only rank 0's counts.
 
-    UsageError on every rank, from the engine, where torch.save cannot write it.
+    If ``given`` is not JSON, rank 0 writes it to the file. UsageError on every rank, raised by the engine, if
+    torch.save cannot write it.
     """
     if _is_json(given) or processes.get_rank() != 0:
         yield given if _is_json(given) else None
@@ -52,7 +53,7 @@ def kept(save_dir: str | Path, tag: str, given: Any) -> Iterator[Any]:
             problem = UsageError(f"client_state: it is not JSON, and torch.save could not write it: {error}")
             problem.__cause__ = error
             try:
-                yield given  # which the engine refuses on every rank
+                yield given  # the engine rejects it on every rank
             except UsageError:
                 raise problem from error
             return
@@ -64,13 +65,13 @@ def kept(save_dir: str | Path, tag: str, given: Any) -> Iterator[Any]:
 
 
 def found(stored: dict[str, Any], place: Path) -> dict[str, Any]:
-    """What was given, of a checkpoint in the directory ``place`` whose index has ``stored``.
+    """Return the client state of the checkpoint in the directory ``place``, whose index has ``stored``.
 
-    CheckpointError: the file is missing or damaged. UsageError: it holds what torch does not take from a file unasked.
+    CheckpointError: the file is missing or damaged. UsageError: it holds classes that torch does not load by default.
     """
     if set(stored) != {_CHECKSUM}:
         return stored
-    for path in (place / FILE, _waiting(place.parent, stored[_CHECKSUM]), place / FILE):  # it may just be moved
+    for path in (place / FILE, _waiting(place.parent, stored[_CHECKSUM]), place / FILE):  # it may be moved meanwhile
         if path.is_file():
             break
     else:
@@ -93,7 +94,7 @@ def _waiting(folder: str | Path, checksum: str) -> Path:
 
 
 def _is_json(value: Any) -> bool:
-    """Whether JSON gives ``value`` back as it is."""
+    """Return whether JSON restores ``value`` exactly."""
     try:
         return bool(json.loads(json.dumps(value, allow_nan=False)) == value)
     except (TypeError, ValueError, RecursionError):

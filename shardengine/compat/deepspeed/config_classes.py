@@ -1,6 +1,6 @@
-"""deepspeed's classes of a config: what one says, with DeepSpeed's defaults, for scripts that ask without an engine.
+"""DeepSpeed's config classes: the settings of a config with DeepSpeed's defaults, for scripts without an engine.
 
-Owns: names, defaults and kinds of values. Must not know: engines. What trains is checked by ``initialize`` alone.
+Owns: names, defaults and types of values. Must not know: engines. Only ``initialize`` checks whether a config trains.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _OFF = {"": False, "0": False, "false": False, "off": False, "no": False}
 
 
 class Section:
-    """A section of a config as an object. "auto", which a framework fills in, is the default here."""
+    """A section of a config as an object. The value "auto", which a framework fills in, becomes the default here."""
 
     defaults: ClassVar[Mapping[str, Any]] = {}
-    """Attribute → default; a class of sections: an empty one."""
+    """Attribute → default; a section class stands for an empty section."""
     keys: ClassVar[Mapping[str, str]] = {}
-    """Key → attribute, where it is called otherwise."""
+    """Key → attribute, for keys whose attribute has another name."""
     sections: ClassVar[Mapping[str, type[Section]]] = {}
-    """Attribute → what a mapping makes, where the default is None."""
+    """Attribute → section class for a mapping, for attributes whose default is None."""
     others: ClassVar[frozenset[str]] = frozenset()
-    """Keys that are shardengine's own: kept as they are."""
+    """Further valid keys, whose values are kept unchanged."""
 
     def __init__(self, **written: Any) -> None:
-        """Raises what a script catches: pydantic's error where it has imported pydantic, else ConfigError."""
+        """Read the values. A wrong one raises pydantic's ValidationError if pydantic is imported, else ConfigError."""
         vars(self).update((name, _fresh(default)) for name, default in self.defaults.items())
         problems = []
         for key, value in written.items():
@@ -58,7 +58,7 @@ class Section:
         return value if read is None else read(value)
 
     def _problems(self) -> list[str]:
-        """What values say together."""
+        """Return the problems of combinations of values."""
         return []
 
     def __repr__(self) -> str:
@@ -92,11 +92,11 @@ _READ: dict[type, Callable[[Any], Any]] = {
     float: _number,
     list: lambda value: [value] if isinstance(value, str) else list(value),
 }
-"""Kind of the default → reads a value."""
+"""Type of the default → function that reads a value."""
 
 
 def _refuse(title: str, problems: Sequence[str]) -> NoReturn:
-    core: Any = sys.modules.get("pydantic_core")  # which a script has that catches its ValidationError
+    core: Any = sys.modules.get("pydantic_core")  # a script that catches its ValidationError has imported it
     if core is None:
         raise ConfigError(list(problems), title)
     said = [
@@ -264,7 +264,7 @@ class DeepSpeedZeroConfig(Section):
     )
 
     def __init__(self, **written: Any) -> None:
-        """As every section."""
+        """Read the values as every section; then set ``overlap_comm`` and sections of older keys."""
         super().__init__(**written)
         if self.overlap_comm is None:
             self.overlap_comm = foreign.shards({"zero_optimization": vars(self)}, "weights")
@@ -324,36 +324,36 @@ class DeepSpeedMonitorConfig(Section):
 
     @property
     def enabled(self) -> bool:
-        """Whether one of them is."""
+        """Whether a monitor is enabled."""
         return any(each.enabled for each in vars(self).values())
 
 
-# The whole
+# The whole config
 
 
 def get_float16_config(param_dict: Mapping[str, Any]) -> DeepSpeedFP16Config:
-    """A config's ``fp16``."""
+    """Return a config's section ``fp16``."""
     return DeepSpeedFP16Config(**(param_dict.get("fp16") or {}))
 
 
 def get_bfloat16_config(param_dict: Mapping[str, Any]) -> DeepSpeedBF16Config:
-    """A config's ``bf16``, or ``bfloat16``."""
+    """Return a config's section ``bf16``, or ``bfloat16``."""
     return DeepSpeedBF16Config(**(param_dict.get("bf16") or param_dict.get("bfloat16") or {}))
 
 
 def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
-    """A config's ``tensorboard``, ``csv_monitor`` and the like."""
+    """Return a config's sections of monitors: ``tensorboard``, ``comet``, ``wandb``, ``csv_monitor``."""
     names = DeepSpeedMonitorConfig.defaults
     return DeepSpeedMonitorConfig(**{name: param_dict[name] for name in names if name in param_dict})
 
 
 def get_log_level(param_dict: Mapping[str, Any]) -> Any:
-    """A config's ``log_level``."""
+    """Return a config's ``log_level``."""
     return param_dict.get("log_level")
 
 
 def get_gradient_clipping(param_dict: Mapping[str, Any]) -> float:
-    """A config's ``gradient_clipping``, DeepSpeed's default without it."""
+    """Return a config's ``gradient_clipping``, or DeepSpeed's default."""
     return float(param_dict.get("gradient_clipping", foreign.default_clipping(param_dict)))
 
 
@@ -384,15 +384,17 @@ _PLAIN: dict[str, tuple[str, Any]] = {
 
 
 class DeepSpeedConfig:
-    """A config, given as a dict or the path of a JSON file, with an attribute for each question. It does not check
-    whether the config trains here: ``initialize`` does."""
+    """A config, from a dict or the path of a JSON file, with an attribute for each setting.
+
+    It does not check whether the config trains here: ``initialize`` does.
+    """
 
     train_batch_size: int | None
     train_micro_batch_size_per_gpu: int | None
     gradient_accumulation_steps: int | None
 
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
-        """AssertionError where batch sizes do not fit the number of ranks; ValueError for wrong values."""
+        """Read ``config``. AssertionError if batch sizes do not fit the world size; ValueError for wrong values."""
         if mpu is not None or mesh_device is not None:
             raise UsageError("DeepSpeedConfig: expected no mpu and no mesh_device: all ranks are data-parallel")
         tree = self._param_dict = foreign.written(foreign.given(config, None))

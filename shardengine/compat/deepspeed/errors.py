@@ -1,4 +1,7 @@
-"""Errors that scripts catch by the kind that DeepSpeed raises: of paths, of arguments. Must not know: engines."""
+"""Errors that scripts catch by DeepSpeed's exception types, and checks of paths and arguments that raise them.
+
+Must not know: engines.
+"""
 
 from __future__ import annotations
 
@@ -11,30 +14,33 @@ from shardengine.errors import MismatchError, UsageError
 
 
 class AssertedError(UsageError, AssertionError):
-    """A call where it must not be; DeepSpeed asserts that."""
+    """An invalid call; also an AssertionError, as in DeepSpeed."""
 
 
 class AssertedMismatchError(MismatchError, AssertionError):
-    """What differs between ranks, where DeepSpeed asserts that it does not."""
+    """A difference between ranks; also an AssertionError, as in DeepSpeed."""
 
 
 class ValueRefusedError(UsageError, ValueError):
-    """A value that cannot be; DeepSpeed raises ValueError."""
+    """An invalid value; also a ValueError, as in DeepSpeed."""
 
 
 def folder(call: str, given: str | os.PathLike[str]) -> str:
-    """The directory ``given`` to ``call``. ValueRefusedError where it is none."""
+    """Return the argument ``given`` of ``call`` as a directory path; ValueRefusedError if it is no path, or empty."""
     if not isinstance(given, str | os.PathLike) or not os.fspath(given):
         raise ValueRefusedError(f"{call}: expected the path of a directory, got {given!r}")
     return os.fspath(given)
 
 
 NEEDED: Any = object()
-"""The default of an argument that has none."""
+"""Marks an argument without a default."""
 
 
 def bound(called: str, known: Mapping[str, Any], values: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-    """Every argument's value. known: name → default, in order. TypeError: too many, unknown, twice, missing."""
+    """Return the value of every argument. known: name → default, in order.
+
+    TypeError: too many arguments, or one that is unknown, given twice or missing.
+    """
     given = dict(zip(known, values, strict=False))
     problems = [f"at most {len(known)} arguments, got {len(values)}"] if len(values) > len(known) else []
     for name in named:

@@ -1,19 +1,19 @@
 """DeepSpeedEngine: an nn.Module around one of our engines, with the names that frameworks call. Computes nothing.
 
-Owns: what those names mean here. Must not know: the engine behind its public surface.
+Owns: the mapping of those names to the engine. Must not know: engine internals.
 
-[Note: Who divides] A framework divides the loss by the accumulation steps itself and says ``scale_wrt_gas=False``; a
-loop of its own leaves that to the engine. Where it calls ``loss.backward()``, what reaches the outputs of the forward
-is divided: a term of the loss that does not come from them is not.
+[Note: Who divides] A framework divides the loss by the accumulation steps itself and passes ``scale_wrt_gas=False``. A
+user's own loop leaves the division to the engine. If that loop calls ``loss.backward()``, the gradients that reach the
+outputs of the forward are divided; a term of the loss that does not depend on these outputs is not.
 
-[Note: Adapters onto their base] Trainer says ``load_module_strict=False`` for every model of PEFT, because DeepSpeed's
-checkpoints lack the frozen weights. It does not ask to resume over another base model, or with other adapters. Our
-checkpoints list what they leave out, so one that leaves something out is loaded strictly all the same.
+[Note: Adapters onto their base] Trainer passes ``load_module_strict=False`` for every PEFT model, because DeepSpeed's
+checkpoints lack the frozen weights. That is no request to resume over another base model, or with other adapters. Our
+checkpoints list the weights that they leave out, so a checkpoint that leaves weights out is loaded strictly anyway.
 
-[Note: Groups without parameters] In a training of adapters Trainer's group without weight decay is empty. DeepSpeed
-removes it from the optimizer, so a scheduler that is made later has one rate less, and so has its state in Trainer's
-checkpoints: to load that, the group is removed here, too. A group that a scheduler knows already stays, because torch's
-schedulers expect as many groups as they began with.
+[Note: Groups without parameters] When Trainer trains adapters, its group without weight decay is empty. DeepSpeed
+removes that group from the optimizer. A scheduler that is made later then has one rate less, and so has its state in
+Trainer's checkpoints. To load such a state, the group is removed here as well. A group that a scheduler knows already
+stays, because torch's schedulers expect as many groups as they began with.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _NAMES = {
     "engine.full_params()": "deepspeed.zero.GatheredParameters(parameters)",
     "engine.full_params(writable=True)": "deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)",
 }
-"""Whoever has a Trainer, or accelerate, has no engine to call."""
+"""Names for error messages: a user of Trainer or accelerate has no engine to call."""
 _REFUSED = {"mpu", "mesh_param"}
 """Arguments of ``initialize`` that must be None."""
 _WITHOUT_EFFECT = {"dist_init_required", "distributed_port"}
@@ -74,13 +74,13 @@ def initialize(
     config: Any = None,
     **others: Any,
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
-    """Shard ``model`` as ``config`` says → (engine, its optimizer, a data loader, its scheduler); collective.
+    """Shard ``model`` according to ``config``; return (engine, optimizer, data loader, scheduler). Collective.
 
     config: a dict or the path of a JSON file (also ``config_params=``, or ``args.deepspeed_config``) · optimizer: a
-    torch optimizer or a function from parameters to one; it counts before the config's, and so does ``lr_scheduler`` ·
-    training_data: a map-style data set, of which the data loader gives this rank's part in micro-batches of
-    ``collate_fn``; without one it is None. An engine that holds the model already is destroyed. UsageError for
-    arguments that are not available (``mpu``, ``mesh_param``), and as ``shardengine.initialize``.
+    torch optimizer or a function from parameters to one; it overrides the config's, and so does ``lr_scheduler`` ·
+    training_data: a map-style data set; the data loader yields this rank's part of it in micro-batches made by
+    ``collate_fn``; without it the data loader is None. An engine that holds the model already is destroyed. UsageError
+    for arguments that are not available (``mpu``, ``mesh_param``); other errors as ``shardengine.initialize``.
     """
     config = others.pop("config_params", None) if config is None else config
     collate_fn = others.pop("collate_fn", None)
@@ -90,10 +90,10 @@ def initialize(
     try:
         tree = foreign.written(given)
     except ConfigError:
-        make_engine(model, given)  # fails with the same error, which ranks that could read the file get from here
+        make_engine(model, given)  # raises the same error, also on the ranks that could read the file
         raise
     before = holding.engine_of(model)
-    if before is not None:  # also one that the script has dropped
+    if before is not None:  # maybe one that the script no longer refers to
         _end(before)
     engine = DeepSpeedEngine(model, tree, optimizer, model_parameters, lr_scheduler)
     batches = None
@@ -125,7 +125,7 @@ def _check(model: Any, more: tuple[Any, ...], others: Mapping[str, Any]) -> None
 
 
 def _without_empty_groups(optimizer: Any) -> Any:
-    """``optimizer`` itself, less its empty groups that no scheduler knows ([Note: Groups without parameters])."""
+    """Remove empty groups that no scheduler knows from ``optimizer``; return it ([Note: Groups without parameters])."""
     if isinstance(optimizer, torch.optim.Optimizer):
         groups = optimizer.param_groups
         groups[:] = [group for group in groups if group["params"] or "initial_lr" in group]
@@ -133,46 +133,49 @@ def _without_empty_groups(optimizer: Any) -> Any:
 
 
 class LossScalerView:
-    """The loss scale as scripts read it."""
+    """The loss scale, by the names that scripts read."""
 
     def __init__(self, scaler: Any, windows: Callable[[], int]) -> None:
         self._scaler, self._windows = scaler, windows
 
     @property
     def cur_iter(self) -> int:
-        """How many windows there were, also those whose step was skipped."""
+        """The number of accumulation windows so far, including those whose step was skipped."""
         return self._windows()
 
     @property
     def cur_scale(self) -> float:
-        """With what the next loss is multiplied."""
+        """The factor of the next loss."""
         return float(self._scaler.scale)
 
     loss_scale = cur_scale
 
     @property
     def scale_window(self) -> int:
-        """After how many steps without an overflow it grows."""
+        """The number of steps without overflow after which the scale grows."""
         return int(self._scaler.policy.window)
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """Whether it finds itself."""
+        """Whether the scale is adjusted automatically."""
         return bool(self._scaler.policy.dynamic)
 
     dynamic = dynamic_loss_scale
 
 
 class DeepSpeedOptimizer(ShardedOptimizer):
-    """The engine's optimizer, with what frameworks ask of it beside torch's surface.
+    """The engine's optimizer, with DeepSpeed's attributes beside torch's API.
 
-    It is the same one under another class: they share all attributes, so that a scheduler over either drives both.
+    It shares all attributes with the engine's own optimizer object, so that a scheduler over either one drives both.
     """
 
     __slots__ = ("_given", "_scales", "_skipped", "_windows")
 
     def __init__(self, engine: Engine, skipped: Callable[[], bool], given: Any = None) -> None:
-        """skipped: whether the last step was · given: the user's own optimizer."""
+        """Make a view of the optimizer of ``engine``.
+
+        skipped: returns whether the last step was skipped · given: the user's own optimizer.
+        """
         optimizer, (fp16, autocast) = engine.optimizer, (engine.config.fp16, engine.config.torch_autocast)
         self._scales = fp16.enabled is True or (autocast.enabled is True and autocast.dtype == "float16")
         object.__setattr__(self, "__dict__", optimizer.__dict__)
@@ -182,12 +185,12 @@ class DeepSpeedOptimizer(ShardedOptimizer):
 
     @property
     def optimizer(self) -> Any:
-        """The one that was given to ``initialize``, of which groups and calls are this one's; else this one."""
+        """The optimizer that was passed to ``initialize``, which has the same groups and methods; else this one."""
         return self if self._given is None else self._given
 
     @property
     def loss_scale(self) -> float:
-        """With what a loss is multiplied before its backward; 1 without fp16."""
+        """The factor of a loss before its backward; 1 without fp16."""
         return super().loss_scale
 
     cur_scale = loss_scale
@@ -199,12 +202,12 @@ class DeepSpeedOptimizer(ShardedOptimizer):
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale finds itself."""
+        """Whether the loss scale is adjusted automatically."""
         return self.settings.scaler is not None and self.settings.scaler.policy.dynamic
 
     @property
     def loss_scaler(self) -> LossScalerView:
-        """What is known of the loss scale of fp16."""
+        """The state of the loss scale; AttributeError if the config does not train in fp16."""
         if not self._scales:
             raise AttributeError("the optimizer has no loss_scaler: the config does not train in fp16")
         return LossScalerView(self.settings.scaler, self._windows)
@@ -212,7 +215,7 @@ class DeepSpeedOptimizer(ShardedOptimizer):
     loss_scale_config = loss_scaler
 
     def needs_scaler(self) -> bool:
-        """Whether a loss has to be."""
+        """Return whether losses have to be scaled."""
         return self._scales
 
     @property
@@ -221,7 +224,7 @@ class DeepSpeedOptimizer(ShardedOptimizer):
         return self._skipped()
 
     def state_dict(self) -> dict[str, Any]:
-        """Whole on rank 0; the groups alone on others. Collective."""
+        """Return the whole state dict on rank 0, only the groups on other ranks. Collective."""
         found = super().state_dict()
         if not found:
             groups = [{name: value for name, value in each.items() if name != "params"} for each in self.param_groups]
@@ -230,18 +233,18 @@ class DeepSpeedOptimizer(ShardedOptimizer):
 
     @property
     def parameter_offload(self) -> gathering.NoHooks:
-        """What trl takes hooks off from while it generates: there is nothing to take off."""
+        """An object without hooks; trl removes its hooks while it generates."""
         return gathering.NoHooks()
 
 
 class ZeROOptimizer(DeepSpeedOptimizer):
-    """Of an engine that shards anything."""
+    """The optimizer of an engine that shards optimizer states."""
 
     __slots__ = ()
 
 
 def _end(engine: Engine) -> None:
-    """As ``DeepSpeedEngine.destroy``."""
+    """Close ``engine`` as ``DeepSpeedEngine.destroy`` does."""
     was_open = engine.is_open
     try:
         engine.close(restore=False)
@@ -251,12 +254,12 @@ def _end(engine: Engine) -> None:
 
 
 class DeepSpeedEngine(Getters, Phases, nn.Module):
-    """One of our engines as a module: ``module`` is the model, and what is not here is read from the engine."""
+    """One of our engines as a module: ``module`` is the model; attributes that are missing here are the engine's."""
 
     def __init__(
         self, model: nn.Module, config: dict[str, Any], optimizer: Any, model_parameters: Any, lr_scheduler: Any
     ) -> None:
-        """As ``initialize``."""
+        """Create the engine; arguments as for ``initialize``."""
         super().__init__()
         call_by(_NAMES)
         helpers.set_log_level(config.get("log_level"))
@@ -308,27 +311,27 @@ class DeepSpeedEngine(Getters, Phases, nn.Module):
         return self._engine
 
     def _was_skipped(self) -> bool:
-        """Whether the last update was; of a step that only counted the engine would say so, too."""
+        """Return whether the last update was skipped, not counting calls of ``step`` off the boundary."""
         return not self._engine.was_step_applied() if self._last_skipped is None else self._last_skipped
 
     # Forward, backward, step
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward."""
+        """Run the model's forward."""
         output = self._live(*args, **kwargs)
         shares = self._engine.gradient_accumulation_steps() > 1 and torch.is_grad_enabled()
-        if shares and not transforms.inside():  # torch.func asks for a derivative, not for a share of a step
+        if shares and not transforms.inside():  # torch.func computes a derivative, which must not be divided
             hooks.watch_gradients(output, self._share)
         return output
 
     def _share(self, gradient: Tensor) -> Tensor | None:
-        """This micro-batch's share of the step, of what ``loss.backward()`` has brought to an output."""
+        """Divide the gradient of an output by the accumulation steps, unless ``backward`` divides the loss itself."""
         return None if self._divides_itself else gradient / self._engine.gradient_accumulation_steps()
 
     def backward(
         self, loss: Tensor, *, retain_graph: bool = False, scale_wrt_gas: bool = True, **others: Any
     ) -> Tensor:
-        """Backward of ``loss``, divided by the accumulation steps unless ``scale_wrt_gas`` is False.
+        """Run the backward of ``loss``, divided by the accumulation steps unless ``scale_wrt_gas`` is False.
 
         UsageError for other arguments.
         """
@@ -341,8 +344,10 @@ class DeepSpeedEngine(Getters, Phases, nn.Module):
             self._divides_itself = False
 
     def step(self, lr_kwargs: Any = None) -> None:
-        """On the boundary: clip, step, the scheduler's step. Off the boundary it only counts. UsageError with
-        ``lr_kwargs``: learning rates are set in ``optimizer.param_groups``, or by a scheduler."""
+        """On the accumulation boundary clip, step, and step the scheduler; otherwise only count the micro-batch.
+
+        UsageError with ``lr_kwargs``: set learning rates in ``optimizer.param_groups``, or use a scheduler.
+        """
         if lr_kwargs:
             raise UsageError("step: lr_kwargs is not available; set learning rates in engine.optimizer.param_groups")
         steps, skipped = self._live.global_steps, self._was_skipped()
@@ -350,7 +355,7 @@ class DeepSpeedEngine(Getters, Phases, nn.Module):
         self._last_skipped = skipped if self._engine.global_steps == steps else None
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Whether the next ``step()`` ends the window. AssertedError where every one does."""
+        """Set whether the next ``step()`` ends the accumulation window. AssertedError if every ``step()`` does."""
         if not self.managed_gradient_accumulation():
             raise errors.AssertedError(
                 "set_gradient_accumulation_boundary: expected no call where managed_gradient_accumulation is false; "
@@ -359,35 +364,35 @@ class DeepSpeedEngine(Getters, Phases, nn.Module):
         self._live.set_gradient_accumulation_boundary(is_boundary)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients between two steps; inside of a window they stay, as under DeepSpeed."""
+        """Discard gradients between two steps; inside an accumulation window they stay, as under DeepSpeed."""
         if self._optimizer is not None:
-            self._live  # noqa: B018  (refuses)
+            self._live  # noqa: B018  (raises if the engine was destroyed)
             self._optimizer.zero_grad(set_to_none)
 
     def compile(self, backend: str = "inductor", compile_kwargs: dict[str, Any] | None = None, **_: Any) -> None:
-        """torch.compile of the model, in place; the schedule of gathers is not compiled."""
+        """Apply torch.compile to the model in place; the all-gathers are not compiled."""
         self.module.compile(backend=backend, **(compile_kwargs or {}))
 
-    # What it is
+    # Attributes
 
     @property
     def optimizer(self) -> DeepSpeedOptimizer | None:
-        """The optimizer that steps the shards; its groups are the given ones. None in an engine that does not train."""
+        """The optimizer that steps the shards, with the user's groups. None in an engine that does not train."""
         return self._optimizer if self._engine.is_open else None
 
     @property
     def lr_scheduler(self) -> Any:
-        """What is stepped with the optimizer; it may be set."""
+        """The scheduler that is stepped with the optimizer; it may be set."""
         return self._engine.lr_scheduler
 
     @lr_scheduler.setter
     def lr_scheduler(self, scheduler: Any) -> None:
-        """As ``shardengine.Engine``'s."""
+        """Set the scheduler, as in ``shardengine.Engine``."""
         self._engine.lr_scheduler = scheduler
 
     @property
     def config(self) -> dict[str, Any]:
-        """The config as it was written."""
+        """The config that was passed to ``initialize``, unchanged."""
         return self._written
 
     @functools.cached_property
@@ -396,44 +401,47 @@ class DeepSpeedEngine(Getters, Phases, nn.Module):
 
     @functools.cached_property
     def monitor(self) -> monitors.MonitorMaster:
-        """Where a script writes numbers of its own, as the config says."""
+        """The monitors that the config enables, for a script's own metrics."""
         return monitors.MonitorMaster(self._config.monitor_config)
 
     @property
     def local_rank(self) -> int:
-        """This process's number on its machine, as the launcher says."""
+        """This process's rank on its machine, as set by the launcher."""
         return processes.get_local_rank()
 
     @property
     def global_rank(self) -> int:
-        """This process's number."""
+        """This process's rank."""
         return self._engine.rank
 
     @property
     def tput_timer(self) -> helpers.NoTimer:
-        """What scripts tell where an epoch ends: nothing is timed."""
+        """A timer that does nothing; scripts notify it of the end of an epoch."""
         return helpers.NoTimer()
 
     def fp16_enabled(self) -> bool:
-        """Whether the config trains in fp16; scripts cast their batches by it."""
+        """Return whether the config trains in fp16; scripts cast their batches by it."""
         return self._engine.config.fp16.enabled is True
 
     def bfloat16_enabled(self) -> bool:
-        """Whether the config trains in bf16."""
+        """Return whether the config trains in bf16."""
         return self._engine.config.bf16.enabled is True
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """What the config says; frameworks ask before they save whole weights."""
+        """Return this setting of the config; frameworks check it before they save whole weights."""
         return foreign.gathers_on_save(self._written)
 
     # Saving and loading
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The model's, under "module."; at stage 3 names and shapes, and values of what is gathered at this moment."""
+        """Return the model's state dict with the prefix "module.".
+
+        At stage 3 it has names and shapes, and values only for parameters that are gathered at this moment.
+        """
         return super().state_dict(*args, **kwargs)
 
     def module_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The model's own, as ``state_dict``."""
+        """Return the model's own state dict, as ``state_dict`` but without the prefix."""
         state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
         return state
 
@@ -447,7 +455,7 @@ class DeepSpeedEngine(Getters, Phases, nn.Module):
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Rank 0 writes the whole state dict with torch.save; collective. True."""
+        """Let rank 0 write the whole state dict with torch.save; return True. Collective."""
         self._live.average_replicas()
         state = self._live.state_dict(trainable_only=exclude_frozen_parameters)
         if self._engine.rank == 0:
@@ -463,10 +471,10 @@ class DeepSpeedEngine(Getters, Phases, nn.Module):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write one of our checkpoints to ``save_dir/tag``, by default ``global_step<N>``; collective. True.
+        """Write one of our checkpoints to ``save_dir/tag``, by default ``global_step<N>``; return True. Collective.
 
-        client_state: a dict; what is not JSON is written by torch.save, by rank 0 · save_latest: whether ``latest``
-        names it.
+        client_state: a dict; if it is not JSON, rank 0 writes it with torch.save · save_latest: whether ``latest`` is
+        changed to name this checkpoint.
         """
         save_dir = errors.folder("save_checkpoint", save_dir)
         name = f"global_step{self._live.global_steps}" if tag is None else str(tag)
@@ -484,7 +492,7 @@ class DeepSpeedEngine(Getters, Phases, nn.Module):
         return True
 
     def _get_optimizer_ckpt_name(self, checkpoints_path: str, tag: str, expp_rank: int = 0) -> str:
-        """The file in which this rank's states are, beside its part of the weights."""
+        """Return the path of the file with this rank's shards of optimizer states and weights."""
         return str(Path(checkpoints_path, str(tag), index.file_of(self._engine.rank)))
 
     def load_checkpoint(
@@ -497,10 +505,11 @@ class DeepSpeedEngine(Getters, Phases, nn.Module):
         load_module_only: bool = False,
         **others: Any,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Go on from a checkpoint → (its directory, the client state); (None, None) where there is none at all.
+        """Load a checkpoint; return (its directory, the client state), or (None, None) if there is no ``latest`` file.
 
-        Those of ``save_checkpoint``, at any stage and number of ranks, and DeepSpeed's own. load_optimizer_states,
-        load_lr_scheduler_states: without them all else goes on, counters included · load_module_only: weights alone.
+        It may be written by ``save_checkpoint``, at any stage and number of ranks, or by DeepSpeed.
+        load_optimizer_states, load_lr_scheduler_states: if False, everything else is loaded, including counters ·
+        load_module_only: load only the weights.
         """
         load_dir = errors.folder("load_checkpoint", load_dir)
         if tag is None and not Path(load_dir, directory.LATEST).exists():
@@ -523,7 +532,7 @@ class DeepSpeedEngine(Getters, Phases, nn.Module):
         return str(checkpoints.place_of(load_dir, tag)), client_state
 
     def _load(self, folder: Path, tag: str | None, *, strict: bool, **how: Any) -> Checkpoint:
-        """Strictly also where the checkpoint leaves weights out ([Note: Adapters onto their base])."""
+        """Load a checkpoint; strictly if it leaves weights out ([Note: Adapters onto their base])."""
         made_strict = not (strict or how["weights_only"]) and checkpoints.leaves_out(folder, tag)
         try:
             return self._live.load_checkpoint(folder, tag, strict=strict or made_strict, **how)
@@ -539,13 +548,16 @@ class DeepSpeedEngine(Getters, Phases, nn.Module):
     # End
 
     def destroy(self) -> None:
-        """End the engine; collective. Weights that are sharded stay so, for the next ``initialize`` of the model; below
-        stage 3 it is an ordinary one again. Nothing happens the second time. UsageError where it must not end now, as
-        inside of ``zero.GatheredParameters``: it goes on."""
+        """Close the engine; a second call does nothing. Collective.
+
+        At stage 3 the weights stay sharded, for the next ``initialize`` of the model. Below stage 3 the model is an
+        ordinary one again. UsageError if the engine cannot be closed now, for example inside of
+        ``zero.GatheredParameters``; it then stays open.
+        """
         _end(self._engine)
 
     def to(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: the engine owns where and in which dtype the weights live."""
+        """Raise an error: the engine owns device and dtype of the weights."""
         self._engine.to(*args, **kwargs)
 
     half = float = double = bfloat16 = cuda = cpu = to

@@ -1,11 +1,11 @@
-"""What of a config means something else under DeepSpeed than here. Everything else is the business of `load_config`.
+"""Translate the settings of a DeepSpeed config whose meaning differs from ours. `load_config` reads everything else.
 
-Owns: reading what a script calls a config, the few differences, the one message that tells all. Must not know: engines.
+Owns: reading a script's config, the few differences, the one message about all of them. Must not know: engines.
 
-[Note: "auto"] Frameworks write numbers for "auto" before they hand a config over. What is left then, and would change
-what is computed, is an error, as under DeepSpeed; the size of a bucket is not, and takes our default. So does the one
-that they write for "auto", hidden_size squared, where it is smaller: a small model would travel in thousands of
-collectives. Results do not depend on it.
+[Note: "auto"] Frameworks replace "auto" by numbers before they pass a config on. An "auto" that remains and would
+change results is an error, as under DeepSpeed. For a bucket size it is no error; our default is used. Frameworks
+replace "auto" for ``reduce_bucket_size`` by hidden_size squared. If that is smaller than our default, our default is
+used as well, because a small model would otherwise need thousands of collectives. Results do not depend on it.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from shardengine.errors import ConfigError, UsageError
 _log = logging.getLogger(__name__)
 _SIZES = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
 _SHARDED = {"states": (1, 2, 3), "gradients": (2, 3), "weights": (3,)}
-"""At which of DeepSpeed's stages; its keys depend on that."""
+"""The stages of DeepSpeed that shard each of these."""
 _GATHERS_ON_SAVE = tuple(
     f"{start}gather_{kind}_weights_on_model_save" for start in ("stage3_", "") for kind in ("16bit", "fp16")
 )
 _UNTOLD = ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "dataloader_drop_last", "log_level")
-"""Keys that do what they say, or that frameworks write into every config: no notice."""
+"""Keys without a notice, because they have their effect here or frameworks write them into every config."""
 _FILLED = (
     *("gradient_clipping", "fp16.enabled", "bf16.enabled", "bfloat16.enabled"),
     *(f"optimizer.params.{name}" for name in ("betas", "eps", "weight_decay")),
 )
-"""Keys without which nobody can know what to compute ([Note: "auto"]); `load_config` refuses others itself."""
+"""Keys whose "auto" is an error, because results depend on them ([Note: "auto"]); `load_config` rejects others."""
 CLIPPED_TO = 1.0
-"""DeepSpeed's norm, where a config says nothing."""
+"""DeepSpeed's default norm of gradient clipping."""
 _DECAY_OF_TORCH = 0.01
 _OF_OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adam": {"weight_decay": 0.0},
@@ -52,17 +52,17 @@ _OF_OPTIMIZERS: dict[str, dict[str, Any]] = {
     "muon": {"weight_decay": 0.0, "betas": [0.9, 0.95], "eps": 1e-10},
 }
 _RATES_OF_MUON = {"muon_lr": 0.02, "adam_lr": 3e-4}
-"""Hyper-parameters that DeepSpeed has other defaults for, by its classes; "torch_adam" takes torch's."""
+"""Hyperparameters whose defaults differ in DeepSpeed, by optimizer; "torch_adam" uses torch's defaults."""
 _OF_PARAMS = ("torch_adam", "adam_w_mode", "lr", "betas", "eps", "weight_decay")
 _TAG_VALIDATION = ("ignore", "warn", "fail")
 _INSIDE = ("zero_optimization.", "activation_checkpointing.", "aio.", "optimizer.")
-"""Sections whose keys without effect say how DeepSpeed does something, which is done in another way here."""
+"""Sections whose keys without effect tune DeepSpeed's implementation, which is different here."""
 
 
 def given(config: Any, args: Any) -> Any:
-    """The config of ``initialize``: a dict, the path of a JSON file, or what ``args.deepspeed_config`` says.
+    """Return the config of ``initialize``, a dict or the path of a JSON file: ``config``, or ``args.deepspeed_config``.
 
-    UsageError where there is none.
+    UsageError if there is none.
     """
     found = (
         config
@@ -78,7 +78,7 @@ def given(config: Any, args: Any) -> Any:
 
 
 def written(config: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """The config as a dict of its own. ConfigError where it is no file of JSON, nor of HJSON if that is installed."""
+    """Return the config as a new dict. ConfigError if the file is no JSON, nor HJSON if hjson is installed."""
     if isinstance(config, Mapping):
         return dict(config)
     try:
@@ -94,22 +94,22 @@ def written(config: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any
 
 
 def shards(config: Mapping[str, Any], what: str) -> bool:
-    """Whether "states", "gradients" or "weights" are sharded, as DeepSpeed counts stages."""
+    """Return whether "states", "gradients" or "weights" are sharded at the config's stage."""
     return _section(config, "zero_optimization").get("stage") in _SHARDED[what]
 
 
 def steps_on_host(config: Mapping[str, Any]) -> bool:
-    """Whether the optimizer is offloaded."""
+    """Return whether the optimizer is offloaded."""
     return bool(_device(_section(config, "zero_optimization").get("offload_optimizer")) not in (None, "none"))
 
 
 def leaf_modules(config: Mapping[str, Any]) -> Any:
-    """The section that names modules to be marked as gathered in one."""
+    """Return the section that names leaf modules, which are marked as gathered as one."""
     return _section(config, "zero_optimization").get("leaf_module")
 
 
 def gathers_on_save(config: Mapping[str, Any]) -> bool:
-    """Whether the config says that whole weights are gathered to be saved, under any of its names."""
+    """Return whether the config enables gathering whole weights on save, under any of its names."""
     zero = _section(config, "zero_optimization")
     return any(bool(zero.get(name, False)) for name in _GATHERS_ON_SAVE)
 
@@ -117,10 +117,10 @@ def gathers_on_save(config: Mapping[str, Any]) -> bool:
 def translate(
     config: dict[str, Any], *, optimizer: bool, scheduler: bool, model: Any = None
 ) -> tuple[dict[str, Any], list[str]]:
-    """``config`` as our engine reads it, and what was left out, a sentence each.
+    """Return ``config`` in the form that our engine reads, and notices of changes, one sentence each.
 
-    optimizer, scheduler: whether ``initialize`` was given one, which then counts, as under DeepSpeed · model: whose
-    ``config`` may have a hidden size. ConfigError for "auto" that is left ([Note: "auto"]).
+    optimizer, scheduler: whether ``initialize`` got one, which overrides the config's, as under DeepSpeed · model: its
+    ``config`` may have a hidden size. ConfigError for an "auto" that remains ([Note: "auto"]).
     """
     tree, told = copy.deepcopy(config), list[str]()
     zero = _section(tree, "zero_optimization")
@@ -135,7 +135,7 @@ def translate(
         told.append("scheduler has no effect, because initialize was given one")
     if not optimizer and not tree.get("optimizer"):
         for name in ("optimizer", "scheduler", "gradient_clipping"):
-            tree.pop(name, None)  # of a model that is not trained, nothing is said
+            tree.pop(name, None)  # no notice for a model that is not trained
         zero.pop("offload_optimizer", None)
     else:
         told += _their_defaults(tree)
@@ -163,13 +163,13 @@ def translate(
 
 
 def default_clipping(tree: Mapping[str, Any]) -> float:
-    """The norm to which gradients are clipped where ``gradient_clipping`` is not there; 0: they are not."""
+    """Return the norm that gradients are clipped to if there is no ``gradient_clipping``; 0: no clipping."""
     offload = _section(_section(tree, "zero_optimization"), "offload_optimizer")
     return 0.0 if "gradient_clipping_value" in tree or offload.get("step_in_backward") else CLIPPED_TO
 
 
 def check_given(config: Mapping[str, Any], optimizer: Any, kind: type | None) -> None:
-    """UsageError where ``config`` does not allow the caller's ``optimizer``. kind: which of DeepSpeed's made it."""
+    """Raise UsageError if ``config`` does not allow the user's ``optimizer``. kind: its DeepSpeed class, if any."""
     if optimizer is None or kind is not None or not shards(config, "states"):
         return
     adam = isinstance(optimizer, _TESTED)
@@ -194,13 +194,13 @@ _TESTED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 
 
 def cast_buffers(model: nn.Module, tree: dict[str, Any]) -> None:
-    """Cast the model's buffers of floating point as ``data_types.buffer_dtype`` says, which leaves ``tree``."""
+    """Cast the model's floating-point buffers to ``data_types.buffer_dtype``, and remove that key from ``tree``."""
     wanted = _section(tree, "data_types").pop("buffer_dtype", None)
     if wanted is None:
         return
     if wanted not in _DTYPES:
         raise ConfigError(f"data_types.buffer_dtype: expected one of {', '.join(_DTYPES)}, got {wanted!r}")
-    cast: dict[int, torch.Tensor] = {}  # one that two modules share stays one
+    cast: dict[int, torch.Tensor] = {}  # a buffer that modules share stays shared
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point():
@@ -211,12 +211,15 @@ _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def tell(tree: dict[str, Any], told: Iterable[str], *, trained: bool) -> Config | dict[str, Any]:
-    """Log on rank 0, in one message, the sentences ``told`` and all that our config has to say; what ``initialize``
-    takes, of which nothing is said any more. trained: whether the model is."""
+    """Log the given notices and those of our config on rank 0, in one message; return a config for ``initialize``.
+
+    The returned config has no notices. If it is not valid, ``tree`` is returned, and ``initialize`` raises on every
+    rank. trained: whether the model is trained.
+    """
     try:
         config = load_config(tree)
     except ConfigError:
-        return tree  # which the engine says, on every rank
+        return tree  # the engine raises the error, on every rank
     said = _message(told, config.notices, trained=trained)
     if said and processes.get_rank() == 0:
         _log.warning("of the DeepSpeed config:%s", said)
@@ -224,8 +227,12 @@ def tell(tree: dict[str, Any], told: Iterable[str], *, trained: bool) -> Config 
 
 
 def _message(told: Iterable[str], notices: Iterable[str], *, trained: bool) -> str:
-    """Left out: under which name of ours a key is read. Keys without effect are told by what they have in common; those
-    of how something is done, and that nothing is clipped, only where a model is ``trained``."""
+    """Return the message about a config, a list item per notice; "" if there is none.
+
+    Keys without effect are grouped by their reason. Keys that tune DeepSpeed's implementation, and the notice that
+    gradients are not clipped, are listed only if the model is ``trained``. Notices that a key is read under one of our
+    names are left out.
+    """
     inside, others, said = list[str](), dict[str, list[str]](), list(told)
     for notice in notices:
         key, mark, reason = notice.partition(NO_EFFECT_BECAUSE)
@@ -244,7 +251,7 @@ def _message(told: Iterable[str], notices: Iterable[str], *, trained: bool) -> s
 
 
 def _dotted(tree: dict[str, Any]) -> list[str]:
-    """Take keys like "zero_optimization.stage", which DeepSpeed does not read, out of ``tree``; those to be told."""
+    """Remove dotted keys like "zero_optimization.stage", which DeepSpeed does not read; return those to report."""
     found = [name for name in tree if "." in name]
     for name in found:
         del tree[name]
@@ -252,7 +259,7 @@ def _dotted(tree: dict[str, Any]) -> list[str]:
 
 
 def _their_defaults(tree: dict[str, Any]) -> list[str]:
-    """Write into ``tree`` what DeepSpeed computes with where nothing is said, and we with something else."""
+    """Write DeepSpeed's defaults that differ from ours into ``tree``; return notices."""
     told = []
     if "gradient_clipping" not in tree and (clipping := default_clipping(tree)):
         tree["gradient_clipping"] = clipping
@@ -265,7 +272,7 @@ def _their_defaults(tree: dict[str, Any]) -> list[str]:
     optimizer = _section(tree, "optimizer")
     kind, params = str(optimizer.get("type")).lower(), optimizer.get("params") or {}
     if kind == "adamw":
-        params.pop("adam_w_mode", None)  # which counts for Adam alone
+        params.pop("adam_w_mode", None)  # has an effect only for Adam
     defaults = _OF_OPTIMIZERS.get(kind, {})
     if kind in ("adam", "adamw") and params.get("torch_adam") and params.get("adam_w_mode", True):
         defaults = {"weight_decay": _DECAY_OF_TORCH}
@@ -277,7 +284,7 @@ def _their_defaults(tree: dict[str, Any]) -> list[str]:
 
 
 def _own_sizes(zero: dict[str, Any], hidden: int | None) -> list[str]:
-    """Take sizes that frameworks have written for "auto" out of ``zero`` where ours are larger ([Note: "auto"])."""
+    """Remove sizes that frameworks wrote for "auto" if ours are larger; return notices ([Note: "auto"])."""
     if hidden is None:
         return []
     written = {"reduce_bucket_size": hidden * hidden}
@@ -292,7 +299,7 @@ def _own_sizes(zero: dict[str, Any], hidden: int | None) -> list[str]:
 
 
 def _hidden_size(model: Any) -> int | None:
-    """The hidden size of a model, where frameworks look for it."""
+    """Return the hidden size in a model's config, found as frameworks do; None if there is none."""
     config = getattr(model, "config", None)
     for holder in (config, getattr(config, "text_config", None)):
         for found in (getattr(holder, "hidden_size", None), getattr(holder, "hidden_sizes", None)):
@@ -306,7 +313,7 @@ def _device(offload: Any) -> Any:
 
 
 def value(tree: Mapping[str, Any], dotted: str) -> Any:
-    """What is at ``dotted``; None where nothing is."""
+    """Return the value at the dotted key; None if it is missing."""
     found: Any = tree
     for name in dotted.split("."):
         found = found.get(name) if isinstance(found, Mapping) else None

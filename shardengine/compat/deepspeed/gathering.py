@@ -1,9 +1,9 @@
-"""deepspeed.zero: what a framework says around sharded parameters, in our engine's words.
+"""deepspeed.zero: calls of frameworks around sharded parameters, mapped to our engine.
 
-Owns: which engine holds a parameter, what its parameters carry for scripts that ask. Must not know: how it gathers.
+Owns: the engine of each parameter, DeepSpeed's attributes of parameters. Must not know: how an engine gathers.
 
-At stage 3 parameters carry ``ds_id`` and the like from ``initialize`` to ``destroy``; scripts take them as the sign
-that a parameter must be gathered before it is read.
+At stage 3 parameters have ``ds_id`` and similar attributes from ``initialize`` to ``destroy``. Scripts read from them
+that a parameter must be gathered before it is used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardengine.errors import UsageError
 from shardengine.sharding import Elsewhere, stand_in
 
 _held: Any = WeakIdKeyDictionary()
-"""Parameter → (its engine, weakly, and its name there)."""
+"""Parameter → (weak reference to its engine, its name there)."""
 _CARRIED = ("ds_id", "ds_numel", "ds_shape", "ds_status", "ds_tensor", "ds_persist")
 _numbers = itertools.count()
 _PART = Elsewhere(
@@ -36,7 +36,7 @@ _PART = Elsewhere(
 
 
 class ZeroParamStatus(enum.Enum):
-    """Whether a sharded parameter is whole at this moment."""
+    """Whether a sharded parameter is currently gathered."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
@@ -44,13 +44,13 @@ class ZeroParamStatus(enum.Enum):
 
 
 class Init:
-    """``with`` this, a model is made as usual: ``initialize`` shards it one flat buffer at a time.
+    """A context manager that does not change how a model is made: ``initialize`` shards it, one flat buffer at a time.
 
-    Where a launcher has started the process it joins the default group: scripts ask for their rank inside.
+    If a launcher has started the process, it joins the default process group, because scripts use their rank inside.
     """
 
     def __init__(self, module: nn.Module | None = None, *, enabled: bool = True, **_: Any) -> None:
-        """module: nothing happens to it · enabled: False: no group is joined."""
+        """module: not used · enabled: if False, no process group is joined."""
         if enabled and processes.is_launched():
             processes.init_distributed()
 
@@ -62,11 +62,12 @@ class Init:
 
 
 class GatheredParameters:
-    """``with`` this, the sharded parameters among ``params`` are whole; collective.
+    """A context manager that gathers the sharded parameters among ``params``. Collective.
 
-    params: a parameter or several, also of several engines · modifier_rank: None: what is written to those is lost; 0:
-    every rank has afterwards what rank 0 wrote, at every stage. Otherwise nothing happens to parameters that are not
-    sharded, nor to those of no engine, nor where ``enabled`` is False.
+    params: one or several parameters, also of several engines · modifier_rank: None: values written inside to sharded
+    parameters are lost; 0: afterwards every rank has the values that rank 0 wrote, at every stage · enabled: if False,
+    nothing happens. Parameters without an engine are ignored; so are parameters that are not sharded, unless
+    ``modifier_rank`` is 0.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class GatheredParameters:
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
-        """UsageError where another rank than 0 shall write."""
+        """UsageError if ``modifier_rank`` is neither None nor 0."""
         if enabled and modifier_rank not in (None, 0):
             raise UsageError(
                 f"zero.GatheredParameters: expected modifier_rank None or 0, got {modifier_rank}; write on rank 0"
@@ -106,27 +107,27 @@ class GatheredParameters:
         return self._inside.__exit__(*exception)
 
     def _say(self, status: ZeroParamStatus) -> None:
-        for parameter in self._gathered:  # not those that an outer one shows
+        for parameter in self._gathered:  # not those that an outer context has gathered
             vars(parameter)["ds_status"] = status
 
 
 @contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
-    """Inside of ``with`` this the model of an engine is whole, for many forwards without gathers; collective."""
+    """Gather the whole model of an engine inside the context, for many forwards without all-gathers. Collective."""
     module = model.module if isinstance(getattr(model, "module", None), nn.Module) else model
     with GatheredParameters(list(module.parameters())):
         yield module
 
 
 class NoHooks:
-    """What hosts take gathering hooks off from, and put them on again: none of ours has to be."""
+    """An object without gathering hooks, for frameworks that remove and restore them; ours can stay."""
 
     class _Module:
         ds_external_parameters = staticmethod(tuple)
 
         @staticmethod
         def named_parameters(*, recurse: bool = False) -> tuple[()]:
-            """None."""
+            """Return no parameters."""
             return ()
 
     def __init__(self) -> None:
@@ -139,11 +140,11 @@ class NoHooks:
 
 
 def register_external_parameter(_module: nn.Module, _parameter: Tensor) -> None:
-    """Nothing: a parameter that another module uses is gathered for it anyhow."""
+    """Do nothing: a parameter that another module uses is gathered anyway."""
 
 
 def mark(engine: Engine, *, sharded: bool) -> None:
-    """The parameters of ``engine`` are found by it from now on; where they are sharded, they say so."""
+    """Register the parameters of ``engine``; if ``sharded``, set DeepSpeed's attributes on them."""
     for name, parameter in engine.module.named_parameters():
         _held[parameter] = (weakref.ref(engine), name)
         if sharded:
@@ -156,12 +157,12 @@ def mark(engine: Engine, *, sharded: bool) -> None:
 
 
 def part_size(elements: int, ranks: int) -> int:
-    """How many elements what DeepSpeed calls a rank's part has."""
+    """Return the number of elements in a rank's part of a parameter, in DeepSpeed's sense."""
     return math.ceil(elements / ranks)
 
 
 def unmark(engine: Engine) -> None:
-    """They carry nothing any more, and are no engine's."""
+    """Undo ``mark`` for the parameters of ``engine``."""
     for parameter in engine.module.parameters():
         if _held.pop(parameter, None) is not None:
             for name in _CARRIED:
@@ -169,7 +170,7 @@ def unmark(engine: Engine) -> None:
 
 
 def holder(param: Tensor, call: str) -> tuple[Engine, str]:
-    """The engine that holds ``param``, and its name there. UsageError, which names the ``call``, where none does."""
+    """Return the engine that holds ``param`` and its name there; UsageError, which names ``call``, if none does."""
     holder = _holder_of(param)
     if holder is None:
         raise UsageError(

@@ -1,6 +1,6 @@
-"""What a script asks a DeepSpeedEngine of its config. Owns: which attribute of the config each question reads.
+"""DeepSpeedEngine's getters of config settings. Owns: the attribute of the config that each getter reads.
 
-Must not know: engines. Questions about keys without effect here say what the config says.
+Must not know: engines. For keys without effect here, a getter returns the config's value.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shardengine.compat.deepspeed.config_classes import DeepSpeedConfig
 
 
 def _asks(dotted: str) -> Callable[[Getters], Any]:
-    """The question for one attribute of ``DeepSpeedConfig``."""
+    """Return a getter for one attribute of ``DeepSpeedConfig``."""
 
     def ask(self: Getters) -> Any:
         return reduce(getattr, dotted.split("."), self._config)
@@ -26,7 +26,7 @@ def _asks(dotted: str) -> Callable[[Getters], Any]:
 
 
 def _key(dotted: str, default: Any) -> Callable[[Getters], Any]:
-    """The question for a key that has no attribute."""
+    """Return a getter for a key that has no attribute."""
 
     def ask(self: Getters) -> Any:
         found = foreign.value(self._config._param_dict, dotted)
@@ -37,7 +37,7 @@ def _key(dotted: str, default: Any) -> Callable[[Getters], Any]:
 
 
 def _whether(dotted: str) -> Callable[[Getters], bool]:
-    """Whether a section is there and not off."""
+    """Return a getter that tests whether a section exists and is not off."""
     ask = _key(dotted, None)
 
     def answer(self: Getters) -> bool:
@@ -63,7 +63,7 @@ def _zero(name: str) -> Callable[[Getters], Any]:
 
 
 class Getters:
-    """Of the engine's class."""
+    """A mixin of DeepSpeedEngine."""
 
     _config: DeepSpeedConfig
 
@@ -119,33 +119,33 @@ class Getters:
 
     @property
     def sparse_tensor_module_names(self) -> set[str]:
-        """Of modules whose sparse gradients this engine finds by name: none, it sees each gradient."""
+        """The names of modules with sparse gradients: empty, the engine detects sparse gradients without names."""
         return set()
 
     def postscale_gradients(self) -> bool:
-        """Whether the sum over ranks is divided, not each rank's part."""
+        """Return whether the sum over ranks is divided, not each rank's gradients before it."""
         return not _asks("prescale_gradients")(self)
 
     def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale of fp16 finds itself."""
+        """Return whether the loss scale of fp16 is adjusted automatically."""
         return self._config.float16_config.loss_scale == 0
 
     def initial_dynamic_scale(self) -> float:
-        """With which it begins."""
+        """Return the initial loss scale of fp16."""
         return float(2 ** int(_asks("float16_config.initial_scale_power")(self)))
 
     def torch_autocast_dtype(self) -> Any:
-        """In which dtype the config's autocast computes."""
+        """Return the dtype of the config's autocast."""
         return getattr(torch, str(_key("torch_autocast.dtype", "bfloat16")(self)).removeprefix("torch."))
 
     def is_first_weights_partition_group(self) -> bool:
-        """Whether this rank saves what its group has whole."""
+        """Return whether this rank saves the weights that its group holds whole: always True."""
         return True
 
     def checkpoint_tag_validation_enabled(self) -> bool:
-        """Whether the config's `tag_validation` is not Ignore. Ranks compare their tags in any case."""
+        """Return whether the config's `tag_validation` is not Ignore. Ranks compare their tags in any case."""
         return str(_key("checkpoint.tag_validation", "Warn")(self)).lower() != "ignore"
 
     def checkpoint_tag_validation_fail(self) -> bool:
-        """Whether tags that differ are an error; they always are."""
+        """Return True: tags that differ between ranks are always an error."""
         return True

@@ -1,4 +1,4 @@
-"""Small functions and classes of deepspeed's utils and checkpoint.utils. Must not know: engines."""
+"""Small functions and classes of DeepSpeed's utils and checkpoint.utils. Must not know: engines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardengine.errors import ConfigError, UsageError
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """``--deepspeed`` and ``--deepspeed_config`` for a script's own parser, which is returned."""
+    """Add ``--deepspeed`` and ``--deepspeed_config`` to a script's own parser and return it."""
     group = parser.add_argument_group("DeepSpeed")
     group.add_argument("--deepspeed", default=False, action="store_true", help="train with an engine")
     group.add_argument("--deepspeed_config", default=None, help="the engine's JSON config")
@@ -37,9 +37,9 @@ def data_loader(
     collate_fn: Callable[[list[Any]], Any] | None,
     drop_last: bool,
 ) -> DataLoader[Any]:
-    """Micro-batches of ``rows`` of the map-style data set ``data``, shuffled, of which each rank sees its part.
+    """Return a loader of shuffled micro-batches of ``rows`` samples from this rank's part of the map-style ``data``.
 
-    Its ``sampler.set_epoch(n)`` shuffles anew. UsageError for data without a length or without items by index.
+    Its ``sampler.set_epoch(n)`` shuffles again. UsageError for data without a length or without items by index.
     """
     if not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
         raise UsageError(
@@ -58,10 +58,10 @@ def data_loader(
 
 
 class RepeatingLoader:
-    """Batches of ``loader`` without end: after the last one it begins anew."""
+    """An endless iterator over batches of ``loader``: after the last batch it starts again."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
-        """loader: what may be iterated more than once."""
+        """loader: an iterable that can be iterated more than once."""
         self._loader = loader
         self._batches = iter(loader)
 
@@ -76,11 +76,11 @@ class RepeatingLoader:
         return next(self._batches)
 
 
-# What is logged
+# Logging
 
 
 def _printing_logger() -> logging.Logger:
-    """What scripts say through it they expect to see, also where nobody has set up logging."""
+    """Return a logger that prints by itself, because scripts expect output even without logging set up."""
     made = logging.getLogger("shardengine.compat.deepspeed.scripts")
     if not made.handlers:
         made.addHandler(_Printing())
@@ -90,7 +90,7 @@ def _printing_logger() -> logging.Logger:
 
 
 class _Printing(logging.Handler):
-    """To the standard output, whatever that is at the time."""
+    """A handler that writes to the current ``sys.stdout``."""
 
     def emit(self, record: logging.LogRecord) -> None:
         sys.stdout.write(f"[{record.levelname}] {self.format(record)}\n")
@@ -100,7 +100,7 @@ logger = _printing_logger()
 
 
 def set_log_level(level: Any) -> None:
-    """Of what is logged here and by the engine, as a config's ``log_level`` says. ConfigError for another word."""
+    """Set the level of this logger and the engine's to a config's ``log_level``. ConfigError for an unknown level."""
     if level is not None:
         if str(level).upper() not in _LEVELS:
             raise ConfigError(f"log_level: expected one of {', '.join(_LEVELS)}, got {level!r}")
@@ -112,14 +112,14 @@ _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 def log_dist(message: str, ranks: list[int] | None = None, level: int = logging.INFO) -> None:
-    """Log ``message`` on these ranks; None, or -1 among them: on all."""
+    """Log ``message`` on ``ranks``; on all if it is None or contains -1."""
     rank = processes.get_rank()
     if not ranks or -1 in ranks or rank in ranks:
         logger.log(level, "[rank %d] %s", rank, message)
 
 
 def see_memory_usage(message: str, force: bool = False, ranks: list[int] | None = None) -> None:
-    """Log what this process has of the host's memory, and torch of its GPU. force: otherwise nothing, as DeepSpeed."""
+    """Log this process's host memory and torch's GPU memory. force: if False, log nothing, as in DeepSpeed."""
     if force:
         kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         said = f"{message}: at most {kib / 2**20:.2f} GiB of host memory so far"
@@ -133,33 +133,33 @@ def see_memory_usage(message: str, force: bool = False, ranks: list[int] | None 
 
 
 def constructor_as_it_is(function: Callable[..., Any], *_: Any) -> Callable[..., Any]:
-    """``function``: no constructor of tensors is replaced."""
+    """Return ``function`` unchanged: no constructor of tensors is replaced."""
     return function
 
 
 def recursive_getattr(model: Any, module_name: str) -> Any:
-    """What is at the dotted path ``module_name`` below ``model``."""
+    """Return the attribute at the dotted path ``module_name`` of ``model``."""
     return functools.reduce(getattr, module_name.split("."), model)
 
 
 def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
-    """Put ``module`` at the dotted path ``module_name`` below ``model``."""
+    """Set the attribute at the dotted path ``module_name`` of ``model`` to ``module``."""
     holder, _, leaf = module_name.rpartition(".")
     setattr(recursive_getattr(model, holder) if holder else model, leaf, module)
 
 
 class NoTimer:
-    """An engine's throughput timer that measures nothing: ``engine.trace(path)`` draws where time goes."""
+    """A throughput timer that measures nothing; ``engine.trace(path)`` records timings."""
 
     def update_epoch_count(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
-    """``item`` with a copy of every tensor in it, on ``device``, so that no copy is a view of a larger buffer.
+    """Return ``item`` with a copy of every tensor in it, on ``device``; no copy is a view of a larger buffer.
 
-    Tied weights stay tied: tensors over the same elements get one copy, and frameworks that look for shared memory
-    save it once.
+    Tied weights stay tied: tensors over the same elements get one copy, which frameworks that detect shared memory save
+    once.
     """
     return _clone(item, device, {})
 
@@ -167,7 +167,7 @@ def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
 def _clone(item: Any, device: Any, made: dict[Any, torch.Tensor]) -> Any:
     if isinstance(item, torch.Tensor):
         place = (item.data_ptr(), item.device, item.dtype, item.shape, item.stride())
-        if not item.data_ptr() or place not in made:  # an empty one lies nowhere
+        if not item.data_ptr() or place not in made:  # an empty tensor has no address
             copy = item.detach().clone()
             made[place] = copy if device is None else copy.to(device)
         return made[place]

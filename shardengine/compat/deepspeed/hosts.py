@@ -1,23 +1,23 @@
-"""What has to be changed in frameworks so that they work with an engine that is not DeepSpeed's, each with its reason.
+"""Patches of frameworks that they need to work with an engine other than DeepSpeed's, each with its reason.
 
-Nothing of them is imported: ``stand_in`` changes the modules in ``CHANGES`` when they are loaded.
+No framework is imported here: ``stand_in`` patches the modules in ``CHANGES`` when they are loaded.
 
-[Note: Ordinary loading] Under stage 3 transformers loads a model on rank 0 and writes it into parameters that
-DeepSpeed has sharded before. Its ordinary loader maps the files into memory, of which the ranks of a machine share the
-pages, and converts and renames weights, which the other does not. ``initialize`` shards from there. A model that is
-made from a configuration would have its random weights on rank 0 alone, in another order than without stage 3.
+[Note: Ordinary loading] Under stage 3 transformers loads a model on rank 0 and writes it into parameters that DeepSpeed
+has sharded before. We use its ordinary loader instead. That maps the files into memory, so that the ranks of a machine
+share their pages, and it converts and renames weights, which the other loader does not. ``initialize`` then shards the
+model. Under transformers' stage 3, a model made from a configuration would have its random weights on rank 0 alone, in
+another order than without stage 3.
 
-[Note: Ranks on a CPU] Without an accelerator accelerate knows no backend for DeepSpeed and takes every process for the
-only one, so that batches and ranks do not fit. gloo works there.
+[Note: Ranks on a CPU] Without an accelerator, accelerate knows no backend for DeepSpeed and treats every process as the
+only one, so that batches and ranks do not match. The patch uses gloo.
 
-[Note: Given optimizers] transformers drops ``Trainer(optimizers=...)`` under any DeepSpeed and makes its own, without a
-word.
+[Note: Given optimizers] Under DeepSpeed transformers silently ignores ``Trainer(optimizers=...)`` and makes its own.
 
-[Note: Saving on one rank] Trainer writes files on rank 0. Where that fails, the other ranks would wait in a barrier of
-torch, and say that a connection was closed.
+[Note: Saving on one rank] Trainer writes files on rank 0. If that fails, the other ranks would wait in a barrier of
+torch, and report a closed connection.
 
-[Note: Rows of tokens] Under stage 3 peft takes the rows that trainable tokens begin with on rank 0, and sends them from
-GPU to GPU. A model that was loaded ordinarily has them on every rank, where it is: in host memory, as a rule.
+[Note: Rows of tokens] Under stage 3 peft reads the initial rows of trainable tokens on rank 0 and sends them from GPU
+to GPU. A model that was loaded by the ordinary loader has these rows on every rank, usually in host memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 def load_ordinarily(loader: Any) -> None:
-    """transformers' ``loader`` takes its ordinary way ([Note: Ordinary loading]); the rest of it sees stage 3."""
+    """Make transformers' module ``loader`` load ordinarily ([Note: Ordinary loading]); other modules see stage 3."""
     vars(loader)["is_deepspeed_zero3_enabled"] = _no
 
 
@@ -44,7 +44,7 @@ def _no() -> bool:
 
 
 def know_ranks_on_cpus(state: Any) -> None:
-    """accelerate's module ``state`` finds gloo where it would find no backend ([Note: Ranks on a CPU])."""
+    """Make accelerate's module ``state`` use gloo if it finds no backend ([Note: Ranks on a CPU])."""
     kind = state.PartialState
     ordinary = kind._prepare_backend
 
@@ -61,8 +61,10 @@ def know_ranks_on_cpus(state: Any) -> None:
 
 
 def speak_for_trainer(trainer: Any) -> None:
-    """transformers' module ``trainer`` says what it drops ([Note: Given optimizers]), and every rank says why a save of
-    rank 0 has failed ([Note: Saving on one rank])."""
+    """Make transformers' module ``trainer`` warn of ignored optimizers, and raise rank 0's save errors on every rank.
+
+    See [Note: Given optimizers] and [Note: Saving on one rank].
+    """
     begin, save = trainer.deepspeed_init, trainer.Trainer.save_model
     if hasattr(begin, "__wrapped__"):
         return
@@ -95,7 +97,7 @@ def speak_for_trainer(trainer: Any) -> None:
 
 
 def begin_with_own_rows(layer: Any) -> None:
-    """peft's module ``layer`` of trainable tokens takes its ordinary way ([Note: Rows of tokens])."""
+    """Make peft's module ``layer`` of trainable tokens work as without stage 3 ([Note: Rows of tokens])."""
     vars(layer)["check_deepspeed_zero3_enabled"] = _no
 
 
@@ -105,4 +107,4 @@ CHANGES = {
     "transformers.modeling_utils": load_ordinarily,
     "transformers.trainer": speak_for_trainer,
 }
-"""A module's name -> what changes it."""
+"""Module name → function that patches it."""

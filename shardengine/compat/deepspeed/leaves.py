@@ -1,7 +1,7 @@
-"""deepspeed.utils: modules that a script marks as gathered in one. Owns: the mark. Must not know: engines.
+"""deepspeed.utils: leaf modules, which a script marks as gathered as one. Owns: the mark. Must not know: engines.
 
-The mark is what frameworks look for, and nothing else. Repeated blocks are gathered in one anyhow, and ranks may use
-other parts of one; ``zero_optimization.units`` names the classes of others.
+The mark has no effect other than that frameworks can read it. The engine gathers each repeated block as one anyway, and
+ranks may use different parts of a block. ``zero_optimization.units`` names the classes of other such modules.
 """
 
 from __future__ import annotations
@@ -20,30 +20,31 @@ DEFAULT_CLASSES = [
         "qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
     )
 ]
-"""What DeepSpeed marks where a config says nothing."""
+"""Classes that DeepSpeed marks by default."""
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """Whether the module itself is marked."""
+    """Return whether the module itself is marked."""
     return bool(getattr(model, _MARK, False))
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """Those of its modules that are."""
+    """Return the marked modules of ``model``."""
     return [module for module in model.modules() if z3_leaf_module(module)]
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Mark the module itself, or not."""
+    """Mark the module itself, or remove the mark."""
     vars(model)[_MARK] = flag
 
 
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Mark the modules of these classes → them. A class counts with its subclasses, a name, also a full one, alone.
+    """Mark the modules of these classes and return them.
 
-    ValueError where there is none, unless ``raise_if_not_found`` is False.
+    A class includes its subclasses; a name, also a fully qualified one, does not. ValueError if no module is found,
+    unless ``raise_if_not_found`` is False.
     """
     return _mark_classes(model, leaf_module_classes, True, raises=raise_if_not_found)
 
@@ -51,14 +52,17 @@ def set_z3_leaf_modules(
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """The opposite."""
+    """Remove the marks that ``set_z3_leaf_modules`` sets; return the modules."""
     return _mark_classes(model, leaf_module_classes, False, raises=raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark the modules at these paths → (them, the paths at which there is none). ValueError as above."""
+    """Mark the modules at these paths; return (the modules, the paths without a module).
+
+    ValueError if there is such a path, unless ``raise_if_not_found`` is False.
+    """
     known = dict(model.named_modules())
     return _mark_named(
         model, {name: [name] if name in known else [] for name in module_names}, flag, raise_if_not_found
@@ -68,7 +72,7 @@ def set_z3_leaf_modules_by_name(
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """As by name, of every path that ends so."""
+    """Do the same as ``set_z3_leaf_modules_by_name`` for every path that ends with one of the suffixes."""
     paths = [path for path, _ in model.named_modules()]
     found = {suffix: [path for path in paths if path.endswith(suffix)] for suffix in module_name_suffixes}
     return _mark_named(model, found, flag, raise_if_not_found)
@@ -107,8 +111,10 @@ def _names_of(kind: type) -> set[str]:
 
 
 def mark_as_configured(model: nn.Module, section: Any) -> None:
-    """Mark what a config's ``zero_optimization.leaf_module`` names, or the default; what the model has not is left
-    out."""
+    """Mark the modules that a config's ``zero_optimization.leaf_module`` names, or the default ones.
+
+    Names that the model does not have are ignored.
+    """
     section = {"classes": DEFAULT_CLASSES, **(section if isinstance(section, Mapping) else {})}
     classes, names, suffixes = (_listed(section.get(key)) for key in ("classes", "names", "name_suffixes"))
     set_z3_leaf_modules(model, classes, raise_if_not_found=False)

@@ -1,6 +1,6 @@
-"""deepspeed.monitor: where a script writes numbers of its own, ``write_events([(name, value, step), …])``, on rank 0.
+"""deepspeed.monitor: write a script's own metrics on rank 0 with ``write_events([(name, value, step), …])``.
 
-Owns: files of CSV, event files and services, by DeepSpeed's names. Must not know: an engine, which has its own.
+Owns: CSV files, event files and services, by DeepSpeed's names. Must not know: engines, which have their own monitors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Events = Iterable[tuple[str, Any, int]]
 
 class _Monitor:
     folder = ""
-    """Below the home directory, where ``output_path`` is empty."""
+    """The folder in the home directory that is used if ``output_path`` is empty."""
 
     def __init__(self, config: Any) -> None:
         """config: a section, as ``DeepSpeedConfig(…).monitor_config`` has them; its values are attributes."""
@@ -31,7 +31,7 @@ class _Monitor:
             self._begin()
 
     def _begin(self) -> None:
-        """It will write."""
+        """Prepare for writing; called if the monitor is enabled."""
 
     @property
     def _directory(self) -> Path:
@@ -39,7 +39,7 @@ class _Monitor:
         return Path(given or Path.home() / self.folder, vars(self)["job_name"])
 
     def write_events(self, event_list: _Events) -> None:
-        """Write these numbers; nothing where it is not enabled, and on ranks other than 0."""
+        """Write these values on rank 0, if the monitor is enabled."""
         if self.enabled and processes.get_rank() == 0:
             for name, value, step in event_list:
                 self._write(name, float(value), int(step))
@@ -49,7 +49,7 @@ class _Monitor:
 
 
 class csvMonitor(_Monitor):
-    """A file for each name, "Train/Loss" in ``Train_Loss.csv``."""
+    """Writes a CSV file per name: "Train/Loss" in ``Train_Loss.csv``."""
 
     folder = "csv_monitor"
 
@@ -64,7 +64,7 @@ class csvMonitor(_Monitor):
 
 
 class TensorBoardMonitor(_Monitor):
-    """Scalars in event files, by torch.utils.tensorboard."""
+    """Writes scalars to event files, with torch.utils.tensorboard."""
 
     folder = "tensorboard"
 
@@ -73,13 +73,13 @@ class TensorBoardMonitor(_Monitor):
             self._writer = summary_writer(self._directory)
 
     def write_events(self, event_list: _Events, flush: bool = True) -> None:
-        """As every monitor. flush: at once to the file."""
+        """Write these values on rank 0, if the monitor is enabled. flush: write them to the file at once."""
         super().write_events(event_list)
         if flush:
             self.flush()
 
     def flush(self) -> None:
-        """What was written is in the file."""
+        """Flush all values to the file."""
         if self.enabled and processes.get_rank() == 0:
             self._writer.flush()
 
@@ -100,7 +100,7 @@ class _Service(_Monitor):
 
 
 class WandbMonitor(_Service):
-    """Weights & Biases, by the package wandb; the axis of each name is ``step``."""
+    """Writes to Weights & Biases, with the package wandb; the axis of each name is ``step``."""
 
     def _opened(self) -> Monitor:
         given = vars(self)
@@ -108,7 +108,7 @@ class WandbMonitor(_Service):
 
 
 class CometMonitor(_Service):
-    """Comet, by the package comet_ml, at every step that is written; its key is the environment's."""
+    """Writes to Comet, with the package comet_ml, at every step; the API key comes from the environment."""
 
     def _opened(self) -> Monitor:
         given = {each.name: vars(self)[each.name] for each in fields(CometConfig)}
@@ -124,7 +124,7 @@ _KINDS: dict[str, type[_Monitor]] = {
 
 
 class MonitorMaster:
-    """All that a config enables."""
+    """All monitors that a config enables."""
 
     def __init__(self, monitor_config: Any) -> None:
         """monitor_config: a ``DeepSpeedMonitorConfig``."""
@@ -132,7 +132,7 @@ class MonitorMaster:
         self._open = [kind(section) for name, kind in _KINDS.items() if (section := vars(monitor_config)[name]).enabled]
 
     def write_events(self, event_list: _Events) -> None:
-        """Each writes these numbers."""
+        """Write these values with each enabled monitor."""
         events = list(event_list)
         for each in self._open:
             each.write_events(events)

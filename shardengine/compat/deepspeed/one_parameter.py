@@ -1,10 +1,10 @@
 """deepspeed.utils.safe_*: weights, gradients and states of one parameter, whole or this rank's part. All collective.
 
-Owns: which of the engine's calls each is, the parts. Must not know: how an engine gathers.
+Owns: the mapping to the engine's calls, the parts. Must not know: how an engine gathers.
 
-[Note: Parts] What a rank calls its part of a parameter at stage 3 is what DeepSpeed calls so: of the flat values cut
-into as many equal parts as there are ranks, the last filled with zeros, its own. Where the engine keeps which element
-has nothing to do with it, so these calls, too, are made by every rank.
+[Note: Parts] A rank's part of a parameter at stage 3 is defined as in DeepSpeed: the flat values are cut into equal
+parts, one per rank, and the last is padded with zeros. The engine's own shards are different, so every rank must make
+these calls as well.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from shardengine.engine import Engine
 from shardengine.errors import UsageError
 
 _WEIGHT = "weight"
-"""Under which name the engine has what is stepped beside the states."""
+"""The engine's key of the stepped weight, beside the optimizer's states."""
 
 
 # Whole
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """What is stepped for ``param``, whole, in fp32; None where the optimizer does not step it."""
+    """Return the whole weight that the optimizer steps for ``param``, in fp32; None if it steps none."""
     return _state(param, _WEIGHT, "safe_get_full_fp32_param")
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """A state of the optimizer for ``param``, whole; None where it has none of this name."""
+    """Return an optimizer state of ``param``, whole; None if there is none of this name."""
     return _state(param, optim_state_key, "safe_get_full_optimizer_state")
 
 
@@ -44,32 +44,35 @@ def _state(param: nn.Parameter, optim_state_key: str, call: str) -> Tensor | Non
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """The gradient of the step, whole, between the backward on the boundary and the step; None where there is none."""
+    """Return the whole gradient of the step; None if there is none.
+
+    Available between the backward on the accumulation boundary and the step.
+    """
     engine, name = gathering.holder(param, "utils.safe_get_full_grad")
     with engine.full_grads([name]) as grads:
         return None if grads[name] is None else torch.clone(grads[name])  # type: ignore[arg-type]
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Set what is stepped for ``param``, and the weight with it, to rank 0's ``value``, whole."""
+    """Set the weight that the optimizer steps for ``param``, and the model's weight, to rank 0's whole ``value``."""
     _set_state(param, value, _WEIGHT, "safe_set_full_fp32_param")
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Set a state of the optimizer for ``param`` to rank 0's ``value``, whole."""
+    """Set an optimizer state of ``param`` to rank 0's whole ``value``."""
     _set_state(param, value, optim_state_key, "safe_set_full_optimizer_state")
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Set the gradient that the step takes to rank 0's ``value``, whole, when ``safe_get_full_grad`` may be called."""
+    """Set the gradient of the step to rank 0's whole ``value``; allowed when ``safe_get_full_grad`` is."""
     engine, name = gathering.holder(param, "utils.safe_set_full_grad")
     _write_grads(engine, {name: lambda _: value})
 
 
 def safe_update_full_grad_vectorized(param_list: Iterable[nn.Parameter], update_func: Callable[..., Tensor]) -> None:
-    """Of each parameter that has a gradient, set it to ``update_func(gradient, parameter)``, both whole.
+    """Set the gradient of each parameter that has one to ``update_func(gradient, parameter)``, both whole.
 
-    Every rank calls the function, rank 0's results count.
+    Every rank calls the function; rank 0's results are used.
     """
     by_engine: dict[int, tuple[Engine, dict[str, Callable[[Tensor], Tensor]]]] = {}
     for param in param_list:
@@ -82,7 +85,7 @@ def safe_update_full_grad_vectorized(param_list: Iterable[nn.Parameter], update_
 
 
 def _write_grads(engine: Engine, changes: dict[str, Callable[[Tensor], Tensor]], *, skips: bool = False) -> None:
-    """skips: parameters without a gradient are left out, instead of refused."""
+    """Change whole gradients, by name. skips: ignore parameters without a gradient; otherwise they raise UsageError."""
     with engine.full_grads(list(changes), writable=True) as grads:
         for name, change in changes.items():
             found = grads[name]
@@ -117,33 +120,33 @@ def _of_shape(value: Tensor, found: Tensor, name: str) -> Tensor:
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """This rank's part of ``safe_get_full_fp32_param``; stage 3 alone."""
+    """Return this rank's part of ``safe_get_full_fp32_param``; stage 3 only."""
     return _part(param, safe_get_full_fp32_param(_sharded(param, "safe_get_local_fp32_param")))
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
-    """This rank's part of ``safe_get_full_grad``; stage 3 alone."""
+    """Return this rank's part of ``safe_get_full_grad``; stage 3 only."""
     return _part(param, safe_get_full_grad(_sharded(param, "safe_get_local_grad")))
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """This rank's part of ``safe_get_full_optimizer_state``; stage 3 alone."""
+    """Return this rank's part of ``safe_get_full_optimizer_state``; stage 3 only."""
     _sharded(param, "safe_get_local_optimizer_state")
     return _part(param, safe_get_full_optimizer_state(param, optim_state_key))
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """As ``safe_set_full_fp32_param``, from each rank's part; stage 3 alone."""
+    """Do the same as ``safe_set_full_fp32_param``, from each rank's part; stage 3 only."""
     safe_set_full_fp32_param(param, _whole(_sharded(param, "safe_set_local_fp32_param"), value))
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
-    """As ``safe_set_full_grad``, from each rank's part; stage 3 alone."""
+    """Do the same as ``safe_set_full_grad``, from each rank's part; stage 3 only."""
     safe_set_full_grad(param, _whole(_sharded(param, "safe_set_local_grad"), value))
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """As ``safe_set_full_optimizer_state``, from each rank's part; stage 3 alone."""
+    """Do the same as ``safe_set_full_optimizer_state``, from each rank's part; stage 3 only."""
     whole = _whole(_sharded(param, "safe_set_local_optimizer_state"), value)
     safe_set_full_optimizer_state(param, whole, optim_state_key)
 

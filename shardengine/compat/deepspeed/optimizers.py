@@ -1,9 +1,9 @@
-"""deepspeed.ops: optimizers by DeepSpeed's names. What is stepped on shards is the arithmetic of torch's, everywhere.
+"""deepspeed.ops: optimizers by DeepSpeed's names. The engine steps shards with the arithmetic of torch's optimizers.
 
-Owns: what calling a name makes, what ``isinstance`` says of it. Must not know: engines.
+Owns: the optimizer that a name makes, and its ``isinstance`` results. Must not know: engines.
 
-[Note: A class that makes another's] ``FusedAdam(parameters)`` is torch's AdamW, or Adam, which the engine steps with
-its kernels. It remembers by which name it was made, and ``isinstance`` of that name is true of it.
+[Note: A class that makes another's] ``FusedAdam(parameters)`` returns torch's AdamW, or Adam, which the engine steps
+with its kernels. The object remembers the class that made it, and ``isinstance`` with that class is true.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MADE_BY = "_deepspeed_class"
 
 
 class _Named(type):
-    """[Note: A class that makes another's]"""
+    """The metaclass of these names ([Note: A class that makes another's])."""
 
     def __call__(cls, *values: Any, **options: Any) -> Any:
         known = {cls.parameters: errors.NEEDED, **cls.options}  # type: ignore[attr-defined]
@@ -34,12 +34,12 @@ class _Named(type):
 
 
 def name_as(optimizer: Any, kind: type) -> None:
-    """``isinstance(optimizer, kind)`` is true from now on."""
+    """Make ``isinstance(optimizer, kind)`` true from now on."""
     vars(optimizer)[_MADE_BY] = kind
 
 
 def name_of(optimizer: Any) -> type | None:
-    """As which it was made; None: by none of these names."""
+    """Return the class of this module that made ``optimizer``; None if there is none."""
     found: type | None = vars(optimizer).get(_MADE_BY) if hasattr(optimizer, "__dict__") else None
     return found
 
@@ -48,7 +48,7 @@ class _Optimizer(metaclass=_Named):
     options: ClassVar[Mapping[str, Any]] = {}
     """Name → default, in order, after the parameters."""
     parameters = "params"
-    """What the parameters are called."""
+    """The name of the parameters' argument."""
 
     @classmethod
     def _make(cls, given: dict[str, Any]) -> torch.optim.Optimizer:
@@ -71,7 +71,7 @@ _ADAM = {"lr": 1e-3, "bias_correction": True, "betas": (0.9, 0.999), "eps": 1e-8
 
 
 class FusedAdam(_Adam):
-    """torch's AdamW, or Adam without ``adam_w_mode``."""
+    """Makes torch's AdamW, or Adam without ``adam_w_mode``."""
 
     options: ClassVar[Mapping[str, Any]] = {
         **_ADAM,
@@ -84,7 +84,7 @@ class FusedAdam(_Adam):
 
 
 class DeepSpeedCPUAdam(_Adam):
-    """torch's AdamW, or Adam without ``adamw_mode``; ``offload_optimizer`` in the config says where it steps."""
+    """Makes torch's AdamW, or Adam without ``adamw_mode``; ``offload_optimizer`` in the config decides its device."""
 
     options: ClassVar[Mapping[str, Any]] = {
         **_ADAM,
@@ -105,20 +105,20 @@ class _Lion(_Optimizer):
 
 
 class DeepSpeedCPULion(_Lion):
-    """shardengine.lion.Lion."""
+    """Makes shardengine.lion.Lion."""
 
     options: ClassVar[Mapping[str, Any]] = {**_Lion.options, "fp32_optimizer_states": True}
     parameters = "model_params"
 
 
 class FusedLion(_Lion):
-    """shardengine.lion.Lion."""
+    """Makes shardengine.lion.Lion."""
 
     options: ClassVar[Mapping[str, Any]] = {**_Lion.options, "set_grad_none": True}
 
 
 def of_config(section: Any, *, on_host: bool) -> type | None:
-    """As which of them an optimizer counts that a config names. on_host: its step is on the CPU."""
+    """Return the class of these for the optimizer that a config names, None if none. on_host: it steps on the CPU."""
     name = section.get("type", "") if isinstance(section, Mapping) else ""
     params = (section.get("params") or {}) if isinstance(section, Mapping) else {}
     lower = str(name).lower()
@@ -130,17 +130,17 @@ def of_config(section: Any, *, on_host: bool) -> type | None:
 
 
 class _Builder:
-    """Of operators that are compiled: none of these has to be. ``load()`` says so."""
+    """A builder of compiled operators. There are none here; ``load()`` raises UsageError."""
 
     NAME = "no operator"
     _here = False
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether what it is for runs here."""
+        """Return whether the feature of this operator is available here."""
         return self._here
 
     def load(self, verbose: bool = True) -> NoReturn:
-        """UsageError: there is no operator to call."""
+        """Raise UsageError: there is no operator to load."""
         raise UsageError(
             f"deepspeed.ops.op_builder: there is no operator {self.NAME} to load; the engine's kernels step torch's "
             "optimizers, and no call of yours has to build them"
@@ -156,7 +156,7 @@ _OPERATORS = {
     "FusedLamb": ("fused_lamb", False),
     "CPUAdagrad": ("cpu_adagrad", False),
 }
-"""Name of the builder → the operator's, whether what it is for runs here."""
+"""Name of the builder → (name of the operator, whether its feature is available here)."""
 BUILDERS: dict[str, type[_Builder]] = {
     f"{name}Builder": type(f"{name}Builder", (_Builder,), {"NAME": operator, "_here": here})
     for name, (operator, here) in _OPERATORS.items()

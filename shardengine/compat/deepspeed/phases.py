@@ -1,6 +1,6 @@
-"""What a script calls between its steps: one reduction for several backwards, states off the device and back.
+"""Calls of a script between its steps: one reduction for several backwards, moving states to host memory and back.
 
-Owns: what those calls are of ours, the names of the states. Must not know: how an engine does them.
+Owns: the mapping of those calls to ours, the names of the states. Must not know: how an engine implements them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardengine.errors import UsageError
 
 
 class OffloadDeviceEnum(enum.StrEnum):
-    """Where something is kept, as a config has it."""
+    """The devices of offloading, as in a config."""
 
     none = "none"
     cpu = "cpu"
@@ -27,7 +27,7 @@ class OffloadDeviceEnum(enum.StrEnum):
 
 
 class OffloadStateTypeEnum(enum.StrEnum):
-    """What ``engine.offload_states`` moves."""
+    """The states that ``engine.offload_states`` can move."""
 
     optim_states = "optim_states"
     hp_params = "hp_params"
@@ -37,23 +37,23 @@ class OffloadStateTypeEnum(enum.StrEnum):
 
 
 _OURS = {"optim_states": ["optimizer"], "hp_params": ["optimizer"], "lp_params": ["weights"]}
-"""Under which names the engine moves them; gradients do not rest between two steps."""
+"""The engine's names for these states; between two steps there are no gradients to move."""
 
 
 class Phases:
-    """Of the engine's class."""
+    """A mixin of DeepSpeedEngine."""
 
     _inside = ""
-    """Inside of which of these ``with`` blocks the loop is."""
+    """The name of the context manager that the loop is in; "" if it is in none."""
     _waits_for_step = False
 
     @property
     def _live(self) -> Engine:
-        """The engine, if it is open."""
+        """The engine; UsageError if it was destroyed."""
         raise NotImplementedError
 
     def scale(self, loss: Tensor) -> Tensor:
-        """``loss`` with the loss scale, for a ``backward()`` of its own, which comes next."""
+        """Return ``loss`` multiplied by the loss scale; call ``backward()`` on the result next."""
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             came = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise AssertedError(f"scale: expected loss to be a scalar tensor with a graph, got {came}")
@@ -61,13 +61,13 @@ class Phases:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside of ``with`` this stay on their rank, and their micro-batches are not counted."""
+        """Keep the gradients of backwards inside on their rank, and do not count their micro-batches."""
         with self._entered("no_sync"), self._live.no_sync():
             yield
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Backwards inside of ``with`` this stay on their rank; the next ``step()`` after it reduces their sum."""
+        """Keep the gradients of backwards inside on their rank; the next ``step()`` reduces their sum."""
         with self._entered("coalesce_grad_reduction"), self._live.no_sync():
             yield
         self._waits_for_step = True
@@ -83,7 +83,7 @@ class Phases:
             self._inside = ""
 
     def allreduce_gradients(self, *_: Any, **__: Any) -> None:
-        """Nothing: gradients are reduced in the backward."""
+        """Do nothing: gradients are reduced during the backward."""
 
     def _step_phase(self) -> None:
         if self._inside:
@@ -109,11 +109,11 @@ class Phases:
         self._live.offload_states(sorted(wanted), pin_memory=pin_memory)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """They come back. non_blocking: no effect."""
+        """Move the states back. non_blocking: no effect."""
         self._live.reload_states()
 
     def empty_partition_cache(self) -> None:
-        """Give memory that is not used back to the device; gathered weights are freed when their use ends."""
+        """Return unused cached memory to the device; gathered weights are freed after use in any case."""
         accelerators.get_accelerator().empty_cache()
 
 

@@ -1,4 +1,4 @@
-"""deepspeed.comm: which rank this is, and joining the others; the collectives are torch's. Must not know: engines."""
+"""deepspeed.comm: ranks, and joining the process group; the collectives are torch's. Must not know: engines."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def init_distributed(
     world_size: int = -1,
     **__: Any,
 ) -> None:
-    """The default process group, from the launcher's environment; nothing happens where there is one.
+    """Create the default process group from the launcher's environment; do nothing if there is one.
 
     dist_backend: None: NCCL with a GPU, else gloo. Other arguments (discovery by MPI, ports) have no effect: the
     variables of torchrun, SLURM and MPI are read.
@@ -44,59 +44,59 @@ def init_distributed(
     rendezvous.join()
     backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
     given: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-    if init_method is not None:  # which, unlike env://, says of no process which one it is
+    if init_method is not None:  # unlike env://, it gives no process its rank
         given |= {"rank": int(os.environ.get("RANK", "0")), "world_size": int(os.environ.get("WORLD_SIZE", "1"))}
     given |= {name: number for name, number in (("rank", rank), ("world_size", world_size)) if number >= 0}
     dist.init_process_group(backend, init_method=init_method, **given)
 
 
 def get_rank(group: Any = None) -> int:
-    """This process's number; 0 without a process group."""
+    """Return this process's rank; 0 without a process group."""
     return dist.get_rank(group) if dist.is_initialized() else 0
 
 
 def get_local_rank() -> int:
-    """This process's number on its machine, as the launcher says."""
+    """Return this process's rank on its machine, as set by the launcher."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def get_world_size(group: Any = None) -> int:
-    """The number of processes; 1 without a process group."""
+    """Return the number of processes; 1 without a process group."""
     return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
 def barrier(group: Any = None, **_: Any) -> None:
-    """Return when every process of ``group`` is here."""
+    """Wait until every process of ``group`` has called this."""
     if dist.is_initialized():
         dist.barrier(group)
 
 
 def is_launched() -> bool:
-    """Whether a launcher started this process as one of several."""
+    """Return whether a launcher started this process as one of several."""
     return dist.is_initialized() or rendezvous.join()
 
 
 def get_world_group() -> Any:
-    """The group of all processes."""
+    """Return the group of all processes."""
     return dist.group.WORLD
 
 
 def get_all_ranks_from_group(group: Any = None) -> list[int]:
-    """The processes of a group, by their numbers among all."""
+    """Return the global ranks of the processes of a group."""
     return dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
 
 
 def has_it() -> bool:
-    """torch has it."""
+    """Return True: torch has this collective."""
     return True
 
 
 def log_summary(*_: Any, **__: Any) -> None:
-    """Nothing: ``engine.traffic()`` says what was sent."""
+    """Do nothing: ``engine.traffic()`` returns the traffic."""
 
 
 def configure(*_: Any, **__: Any) -> None:
-    """Nothing, as ``log_summary``."""
+    """Do nothing, as ``log_summary``."""
 
 
 NAMES: dict[str, Any] = {

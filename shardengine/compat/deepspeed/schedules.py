@@ -1,9 +1,9 @@
-"""The five schedules of DeepSpeed, as classes, with its numbers. Owns: what each makes of a count of iterations.
+"""The five schedules of DeepSpeed, as classes that give its values. Owns: the rates of each schedule per iteration.
 
-Must not know: engines. What the native config calls WarmupLR counts otherwise (``shardengine.optim``).
+Must not know: engines. WarmupLR in the native config counts differently (``shardengine.optim``).
 
 [Note: Iterations] A schedule counts from -1: a new one sets the first rates, and the first ``step``, which follows the
-first update, is iteration 0. So the warm-ups run the first two updates at their smallest rate.
+first update, is iteration 0. So a warm-up runs the first two updates at its smallest rate.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from shardengine.errors import ConfigError
 _log = logging.getLogger(__name__)
 _LOG, _LINEAR = "log", "linear"
 _BETA2 = 0.99
-"""What OneCycle makes of an optimizer's second beta."""
+"""OneCycle sets an optimizer's second beta to this."""
 _WARMUP: dict[str, Any] = {"warmup_num_steps": 1000, "warmup_type": _LOG}
 
 
 class Schedule(lr_scheduler.LRScheduler):
-    """A schedule over ``optimizer``: ``step()`` after each update. Options are those of its class, in this order."""
+    """A schedule over ``optimizer``; call ``step()`` after each update. Arguments are ``options``, in this order."""
 
     options: ClassVar[dict[str, Any]] = {}
-    """Name -> default, beside ``last_batch_iteration``, the last of all."""
+    """Name → default; ``last_batch_iteration`` follows as the last argument."""
 
     def __init__(self, optimizer: Any, *values: Any, **named: Any) -> None:
-        """optimizer: a torch optimizer, or what has one as ``optimizer``. TypeError, ValueError: of options."""
+        """optimizer: a torch optimizer, or an object with one as ``optimizer``. Raises TypeError, ValueError."""
         self.optimizer: torch.optim.Optimizer = _optimizer_of(optimizer)
         given = self.bound(values, named)
         self.last_batch_iteration: int = given.pop("last_batch_iteration")
@@ -44,22 +44,22 @@ class Schedule(lr_scheduler.LRScheduler):
 
     @classmethod
     def bound(cls, values: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-        """Every option's value. TypeError: too many, unknown, twice, or one is missing."""
+        """Return the value of every option. TypeError: too many, or one is unknown, given twice or missing."""
         return errors.bound(cls.__name__, {**cls.options, "last_batch_iteration": -1}, values, named)
 
     def _begin(self, given: dict[str, Any]) -> None:
         raise NotImplementedError
 
     def _first(self) -> list[Any]:
-        """The rates before the first update."""
+        """Return the rates before the first update."""
         return self.get_lr()
 
     def get_lr(self) -> list[Any]:
-        """The rates of this iteration, one per parameter group."""
+        """Return the rates of this iteration, one per parameter group."""
         raise NotImplementedError
 
     def get_last_lr(self) -> list[Any]:
-        """The rates that were set last."""
+        """Return the rates that were set last."""
         return self._last_lr
 
     def step(self, last_batch_iteration: int | None = None) -> None:
@@ -69,11 +69,11 @@ class Schedule(lr_scheduler.LRScheduler):
         self._set(self.get_lr())
 
     def state_dict(self) -> dict[str, Any]:
-        """The count of iterations; rates are in the optimizer's groups."""
+        """Return the count of iterations; the rates are in the optimizer's groups."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The opposite; of a torch scheduler's state, as other engines keep, the number of steps."""
+        """Restore the count of iterations, also from a torch scheduler's state, as other engines save."""
         steps = state_dict.get("last_epoch")
         self.last_batch_iteration = state_dict["last_batch_iteration"] if steps is None else steps - 1
 
@@ -86,7 +86,7 @@ class Schedule(lr_scheduler.LRScheduler):
         self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
     def _each(self, name: str, value: Any) -> list[Any]:
-        """One value for every group, or a list of them."""
+        """Return one value per group; ``value`` is one for all groups, or a list. ValueError for a wrong length."""
         groups = len(self.optimizer.param_groups)
         if not isinstance(value, list | tuple):
             return [value] * groups
@@ -96,7 +96,7 @@ class Schedule(lr_scheduler.LRScheduler):
 
 
 class LRRangeTest(Schedule):
-    """Rates that rise without end, to find the largest that still trains; in stairs where asked for."""
+    """Raises the rates without end, to find the largest that still trains; optionally in stairs."""
 
     options: ClassVar[dict[str, Any]] = {
         "lr_range_test_min_lr": 1e-3,
@@ -114,14 +114,14 @@ class LRRangeTest(Schedule):
         return self.min_lr
 
     def get_lr(self) -> list[Any]:
-        """The smallest rate, times what ``lr_range_test_step_rate`` adds in every ``lr_range_test_step_size``."""
+        """Return the smallest rate times 1 + ``lr_range_test_step_rate`` per ``lr_range_test_step_size`` iterations."""
         intervals = float(self.last_batch_iteration + 1) / self.step_size
         increase = 1 + self.step_rate * (math.floor(intervals) if self.staircase else intervals)
         return [rate * increase for rate in self.min_lr]
 
 
 class OneCycle(Schedule):
-    """The rate up and down once, and momentum (the first of ``betas``) against it; then both decay."""
+    """Moves the rate up and down once, and momentum (the first of ``betas``) inversely; then both decay."""
 
     options: ClassVar[dict[str, Any]] = {
         "cycle_min_lr": errors.NEEDED,
@@ -169,7 +169,7 @@ class OneCycle(Schedule):
         return self.min_lrs
 
     def get_lr(self) -> list[Any]:
-        """The rates of this iteration: of the cycle, or of the decay after it."""
+        """Return the rates of this iteration: of the cycle, or of the decay after it."""
         after = self._after()
         if after is None:
             part = self._part()
@@ -180,7 +180,7 @@ class OneCycle(Schedule):
         return [rate / factor for rate in self.min_lrs]
 
     def get_mom(self) -> list[Any] | None:
-        """The betas of this iteration, one pair per parameter group; None where momentum is not cycled."""
+        """Return the betas of this iteration, one pair per parameter group; None if momentum is not cycled."""
         if not self.cycle_momentum:
             return None
         after = self._after()
@@ -205,7 +205,7 @@ class OneCycle(Schedule):
             group["betas"] = pair
 
     def _after(self) -> float | None:
-        """How many iterations the cycle has been over; None inside of it."""
+        """Return how many iterations ago the cycle ended, counted from 1; None during the cycle."""
         length = self.total_size
         return None if self.last_batch_iteration < length else self.last_batch_iteration - length + 1
 
@@ -213,7 +213,7 @@ class OneCycle(Schedule):
         return not (math.isclose(self.decay_step_size, 0) or math.isclose(rate, 0))
 
     def _part(self) -> float:
-        """How far the cycle is from its ends to its middle, 0 to 1; whole stairs where there are stairs."""
+        """Return how far the cycle is between its ends (0) and its middle (1), in whole stairs if it has stairs."""
         length, middle, at = self.total_size, self.step_ratio, self.last_batch_iteration + 1
         place = 1.0 + at / length - math.floor(1 + at / length)
         rises = place <= middle
@@ -231,7 +231,10 @@ class OneCycle(Schedule):
 
 
 class WarmupLR(Schedule):
-    """From ``warmup_min_lr`` to ``warmup_max_lr``, None: each group's own rate, in ``warmup_num_steps``; then level."""
+    """Raises rates from ``warmup_min_lr`` to ``warmup_max_lr`` in ``warmup_num_steps``; then keeps them constant.
+
+    warmup_max_lr: None: each group's own rate.
+    """
 
     options: ClassVar[dict[str, Any]] = {"warmup_min_lr": 0.0, "warmup_max_lr": None, **_WARMUP}
 
@@ -243,7 +246,7 @@ class WarmupLR(Schedule):
         self.max_lrs = self._each("warmup_max_lr", own if top is None else top)
 
     def get_lr(self) -> list[Any]:
-        """The rates of this iteration; the smallest before the first."""
+        """Return the rates of this iteration; the smallest before the first."""
         if self.last_batch_iteration < 0:
             return self.min_lrs
         part = self._part()
@@ -254,7 +257,7 @@ class WarmupLR(Schedule):
 
 
 class WarmupDecayLR(WarmupLR):
-    """``WarmupLR``, and after it a straight line to the smallest rate at ``total_num_steps``."""
+    """``WarmupLR`` with a linear decay to the smallest rate at ``total_num_steps``."""
 
     options: ClassVar[dict[str, Any]] = {
         "total_num_steps": errors.NEEDED,
@@ -279,7 +282,7 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(Schedule):
-    """Each group's own rate, warmed up from ``warmup_min_ratio`` and then half a cosine down to ``cos_min_ratio``."""
+    """Scales each group's own rate: warm-up from ``warmup_min_ratio``, then half a cosine down to ``cos_min_ratio``."""
 
     options: ClassVar[dict[str, Any]] = {
         "total_num_steps": errors.NEEDED,
@@ -298,14 +301,14 @@ class WarmupCosineLR(Schedule):
         self.org_lrs = [rate.clone() if isinstance(rate, torch.Tensor) else rate for rate in rates]
 
     def get_lr(self) -> list[Any]:
-        """The rates of this iteration; 0 before the first."""
+        """Return the rates of this iteration; 0 before the first."""
         if self.last_batch_iteration < 0:
             return [0.0 for _ in self.org_lrs]
         ratio = self.get_lr_ratio()
         return [rate * ratio for rate in self.org_lrs]
 
     def get_lr_ratio(self) -> float:
-        """What of each group's rate this iteration has; 0 before the first."""
+        """Return the factor of each group's rate in this iteration; 0 before the first."""
         now, steps = self.last_batch_iteration, self.warmup_num_steps
         if now < 0:
             return 0.0
@@ -319,13 +322,13 @@ class WarmupCosineLR(Schedule):
 CLASSES: dict[str, type[Schedule]] = {
     kind.__name__: kind for kind in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 }
-"""By the names that a config has for them."""
+"""The schedules by their names in a config."""
 
 
 def of_config(tree: dict[str, Any]) -> Callable[[torch.optim.Optimizer], Schedule] | None:
-    """Take one of these out of a config → a function from the optimizer to it; None where it names none of them.
+    """Remove one of these schedules from a config and return a function from an optimizer to it; None if there is none.
 
-    ConfigError, also of the function: its options are wrong.
+    ConfigError if its options are wrong; the function may raise it as well.
     """
     section = tree.get("scheduler")
     kind = CLASSES.get(section.get("type", "")) if isinstance(section, Mapping) else None
@@ -352,7 +355,7 @@ def _saying_config() -> Iterator[None]:
 
 
 def constants() -> dict[str, str]:
-    """The names that scripts write for keys of a config: LR_RANGE_TEST, WARMUP_NUM_STEPS, …"""
+    """Return the constants that scripts use for keys of a config: LR_RANGE_TEST, WARMUP_NUM_STEPS, …"""
     keys = {name for kind in CLASSES.values() for name in kind.options}
     kinds = {
         "LR_RANGE_TEST": "LRRangeTest",
@@ -380,7 +383,7 @@ def _count(name: str, value: Any) -> int:
 
 
 def _warmup(given: dict[str, Any]) -> tuple[int, str]:
-    """How many steps a warm-up has, and its kind."""
+    """Return the number of steps of a warm-up, at least 2, and its type; warn of an unknown type."""
     steps, kind = max(2, _count("warmup_num_steps", given["warmup_num_steps"])), given["warmup_type"]
     if kind not in (_LOG, _LINEAR):
         _log.warning("warmup_type: expected %s or %s, got %s; %s counts", _LOG, _LINEAR, kind, _LOG)
@@ -388,7 +391,7 @@ def _warmup(given: dict[str, Any]) -> tuple[int, str]:
 
 
 def _risen(at: int, steps: int, kind: str) -> float:
-    """What of a warm-up of ``steps`` is done at iteration ``at``."""
+    """Return the fraction of a warm-up of ``steps`` that is complete at iteration ``at``."""
     if at >= steps:
         return 1.0
     return (1.0 / math.log(steps)) * math.log(at + 1) if kind == _LOG else at / steps

@@ -1,6 +1,6 @@
-"""``import deepspeed`` finds this package, in one process. Owns: how a name is found, the metadata of the distribution.
+"""Make ``import deepspeed`` find this package, in one process. Owns: the finder, the metadata of the distribution.
 
-Must not know: which names there are (table).
+Must not know: the names (table).
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ _NAME = "deepspeed"
 
 
 class _Distribution(importlib.metadata.Distribution):
-    """What ``importlib.metadata`` tells of deepspeed: its name and version."""
+    """The distribution deepspeed for ``importlib.metadata``: its name and version."""
 
     def read_text(self, filename: str) -> str | None:
-        """METADATA alone."""
+        """Return the text of METADATA; None for other files."""
         return f"Metadata-Version: 2.1\nName: {_NAME}\nVersion: {table.VERSION}\n" if filename == "METADATA" else None
 
     def locate_file(self, path: str | os.PathLike[str]) -> Path:
-        """No file belongs to it."""
+        """Return ``path`` unchanged: no file belongs to the distribution."""
         return Path(path)
 
 
 class _Names(importlib.abc.Loader):
-    """Makes a module of the table."""
+    """Loads a module of the table."""
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        """An ordinary one."""
+        """Return None: an ordinary module is created."""
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        """With what the table has for it."""
+        """Fill the module from the table."""
         dotted = module.__name__.partition(".")[2]
         table.fill(module, dotted)
         if not dotted:
@@ -49,28 +49,28 @@ class _Names(importlib.abc.Loader):
 
 
 class _Changed(importlib.abc.Loader):
-    """Loads a framework's module as ever, then changes what has to be."""
+    """Loads a framework's module ordinarily, then patches it (``hosts.CHANGES``)."""
 
     def __init__(self, ordinary: importlib.abc.Loader) -> None:
         self._ordinary = ordinary
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        """The ordinary one's."""
+        """Let the ordinary loader create the module."""
         return self._ordinary.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """And the change."""
+        """Let the ordinary loader execute the module, then patch it."""
         self._ordinary.exec_module(module)
         hosts.CHANGES[module.__name__](module)
 
 
 class _Finder(importlib.metadata.DistributionFinder):
-    """Answers before every other finder, for deepspeed alone."""
+    """Answers before every other finder, for deepspeed and the modules in ``hosts.CHANGES``."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Of ``deepspeed`` and what is below it; ModuleNotFoundError for what the table has not."""
+        """Find ``deepspeed`` and its submodules; ModuleNotFoundError for one that is not in the table."""
         if fullname in hosts.CHANGES:
             return self._change(fullname, path)
         root, _, dotted = fullname.partition(".")
@@ -89,14 +89,14 @@ class _Finder(importlib.metadata.DistributionFinder):
     def find_distributions(
         self, context: importlib.metadata.DistributionFinder.Context | None = None
     ) -> Iterable[importlib.metadata.Distribution]:
-        """Ours, where deepspeed is asked for."""
+        """Return our distribution if deepspeed is requested, else none."""
         return [_Distribution()] if context is not None and context.name == _NAME else []
 
 
 def install() -> None:
-    """From now on ``import deepspeed`` and its metadata answer from here, in this process. Once is enough.
+    """Make ``import deepspeed`` and its metadata use this package in this process. A second call has no effect.
 
-    UsageError where another deepspeed was imported before.
+    UsageError if another deepspeed was imported before.
     """
     there = sys.modules.get(_NAME)
     if there is not None and not str(getattr(there, "__version__", "")).endswith(table.VERSION.partition("+")[2]):

@@ -1,6 +1,6 @@
-"""One table: dotted name below ``deepspeed`` → the object that answers, or why none does. Modules are made of it.
+"""One table: dotted name in ``deepspeed`` → the object, or the reason why there is none. Modules are built from it.
 
-Owns: which names there are, what a missing one says. Must not know: what the objects do, how modules are found.
+Owns: the set of names, the message for a missing one. Must not know: the work of the objects, how modules are found.
 
 The names are those that transformers, accelerate, trl, peft and Lightning use, and that training scripts call;
 tests/compat/test_names.py reads the installed ones and fails for every name that is not in here.
@@ -38,7 +38,7 @@ from shardengine.errors import ConfigError, UsageError
 from shardengine.version import __version__
 
 DEEPSPEED = "0.19.8"
-"""The version of which these are the names; frameworks compare with it."""
+"""The version of DeepSpeed that has these names; frameworks compare with it."""
 VERSION = f"{DEEPSPEED}+shardengine.{__version__}"
 
 _TENSOR_PARALLEL = "tensor parallelism changes the model, and data-parallel ranks each run all of it"
@@ -85,11 +85,11 @@ REFUSED: dict[str, str] = {
     "checkpointing.checkpoint": _RECOMPUTATION,
     "checkpointing.configure": _RECOMPUTATION,
 }
-"""Dotted name → why it is refused. Importing it is no error; calling it and asking for what it has are."""
+"""Dotted name → why it is not available. Importing it is no error; calling it or reading its attributes raises."""
 
 
 class _Refusing(type):
-    """A class that says why it is refused: when it is called, and when anything of it is asked for."""
+    """The metaclass of names that are not available: a call or an attribute access raises an error with the reason."""
 
     def __call__(cls, *_: Any, **__: Any) -> NoReturn:
         raise UsageError(cls.__doc__)
@@ -156,16 +156,16 @@ PROVIDED: dict[str, Any] = {
     "launcher.runner.DEEPSPEED_ENVIRONMENT_NAME": ".deepspeed_env",
     **{name: _refusing(name, reason) for name, reason in REFUSED.items()},
 }
-"""Dotted name → the object; one that is refused raises when it is called."""
+"""Dotted name → the object; one that is not available raises when it is called."""
 
 MODULES: frozenset[str] = frozenset(
     name.rsplit(".", depth)[0] for name in PROVIDED for depth in range(1, name.count(".") + 1)
 )
-"""The dotted names of all modules below ``deepspeed``."""
+"""The dotted names of all submodules of ``deepspeed``."""
 
 
 def missing(name: str) -> str:
-    """What is said of a dotted name that is not in the table."""
+    """Return the error message for a dotted name that is not in the table."""
     known = sorted(name for name in PROVIDED if name not in REFUSED)
     return (
         f"deepspeed.{name} is not provided by shardengine {__version__}, which stands for deepspeed here: expected one "
@@ -174,7 +174,7 @@ def missing(name: str) -> str:
 
 
 def fill(module: ModuleType, dotted: str) -> None:
-    """Give ``module`` what the table has directly below the module ``dotted``, "" for the package itself."""
+    """Set the names of the table directly in the module ``dotted`` on ``module``; "" is the package itself."""
     start = f"{dotted}." if dotted else ""
 
     def unknown(name: str) -> NoReturn:
@@ -189,7 +189,7 @@ def fill(module: ModuleType, dotted: str) -> None:
 
 
 def install_below(package: str) -> None:
-    """Make all modules of the table importable below ``package``, and attributes of it."""
+    """Make all modules of the table importable as submodules, and attributes, of ``package``."""
     for dotted in sorted(MODULES):
         module = ModuleType(f"{package}.{dotted}", f"Names of deepspeed.{dotted}.")
         module.__path__, module.__spec__ = [], ModuleSpec(module.__name__, None, is_package=True)

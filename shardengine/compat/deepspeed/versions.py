@@ -1,4 +1,4 @@
-"""What scripts ask of versions, and what they say of devices and experts that is nothing here.
+"""DeepSpeed's version checks, and its calls for devices and experts that need nothing here.
 
 Must not know: engines.
 """
@@ -19,17 +19,17 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def required_torch_version(min_version: Any = None, max_version: Any = None) -> bool:
-    """Whether torch is at least and at most of these versions, by the first two numbers."""
+    """Return whether torch's version is in this range, comparing the first two numbers."""
     here = _numbers(torch.__version__)
     low = min_version is None or here >= _numbers(str(min_version))
     return low and (max_version is None or here <= _numbers(str(max_version)))
 
 
 class OnDevice:
-    """``with`` this, modules are made on ``device`` and in ``dtype``."""
+    """A context manager that makes modules on ``device`` and in ``dtype``."""
 
     def __init__(self, dtype: torch.dtype | None = None, device: Any = "meta", enabled: bool = True) -> None:
-        """enabled: False: nothing."""
+        """enabled: if False, the context does nothing."""
         self._dtype, self._device, self._enabled = dtype, device, enabled
         self._inside = ExitStack()
 
@@ -48,7 +48,7 @@ class OnDevice:
 def split_params_into_different_moe_groups_for_optimizer(
     param_groups: Mapping[str, Any] | Sequence[Mapping[str, Any]], max_group_size: float = 0.0
 ) -> list[dict[str, Any]]:
-    """The groups as they are, where no parameter is an expert's that ranks do not share. UsageError: one is."""
+    """Return the groups unchanged. UsageError if a parameter belongs to an expert that not every rank holds."""
     groups = [param_groups] if isinstance(param_groups, Mapping) else list(param_groups)
     if any(not getattr(each, "allreduce", True) for group in groups for each in group["params"]):
         raise UsageError(

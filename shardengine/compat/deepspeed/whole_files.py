@@ -1,6 +1,6 @@
 """``convert_zero_checkpoint_to_*``: the whole weights of a checkpoint as files that torch or safetensors load.
 
-Owns: the files' names, into which a weight goes. Must not know: engines, how a checkpoint is read.
+Owns: the files' names, the distribution of weights over files. Must not know: engines, how a checkpoint is read.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write ``pytorch_model.bin``, or ``model.safetensors``, with the weights in fp32; more files and an index above
-    ``max_shard_size``, None: one file. No engine, no ranks."""
+    """Write ``pytorch_model.bin``, or ``model.safetensors``, with the weights in fp32. Needs no engine, no ranks.
+
+    max_shard_size: above it, several files and an index are written; None: always one file.
+    """
     state = checkpoints.get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
     _write(state, Path(output_dir), max_shard_size, safe=safe_serialization)
 
@@ -36,7 +38,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 def convert_zero_checkpoint_to_state_dict(
     checkpoint_dir: str | Path, output_dir: str | Path, dtype: torch.dtype | str = torch.float32, **options: Any
 ) -> None:
-    """As ``convert_zero_checkpoint_to_fp32_state_dict``, which says the other options, in ``dtype``."""
+    """Do the same as ``convert_zero_checkpoint_to_fp32_state_dict``, with its other options, but in ``dtype``."""
     kind = getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
     size, safe = options.pop("max_shard_size", "5GB"), options.pop("safe_serialization", False)
     state = checkpoints.get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, **options)
@@ -61,14 +63,14 @@ def _write(state: dict[str, Tensor], folder: Path, largest: str | int | None, *,
         if safe:
             from safetensors.torch import save_file
 
-            first = {id(value): name for name, value in reversed(shard.items())}  # it holds no tensor twice
+            first = {id(value): name for name, value in reversed(shard.items())}  # no tensor twice
             save_file({name: shard[name].contiguous() for name in first.values()}, folder / name, {"format": "pt"})
         else:
             torch.save(shard, folder / name)
 
 
 def _shards(state: dict[str, Tensor], largest: int | None) -> list[dict[str, Tensor]]:
-    """In order; tied weights, which are one tensor, stay in one file."""
+    """Split ``state`` in its order into files of at most ``largest`` bytes; tied weights stay in one file."""
     shards: list[dict[str, Tensor]] = [{}]
     place: dict[int, int] = {}
     size = 0

@@ -1,8 +1,7 @@
 """Python runs this file when it starts, if its folder is in PYTHONPATH: `shardengine run --as-deepspeed --children`.
 
-Owns: that a process which was started by another one finds shardengine as deepspeed. It imports nothing of shardengine
-until somebody asks for deepspeed, or loads a module that has to be changed. Another sitecustomize of the path runs,
-too.
+Owns: child processes find shardengine as deepspeed. It imports nothing of shardengine until the process imports
+deepspeed, or a module that has to be patched. If the path has another sitecustomize, that one runs as well.
 """
 
 import importlib.machinery
@@ -20,7 +19,7 @@ _CHANGED = (
 
 
 class _Later(importlib.metadata.DistributionFinder):
-    """Gives its place to ``stand_in``'s finder when that is needed."""
+    """A finder that replaces itself by that of ``stand_in`` when it is needed."""
 
     def _make_way(self):  # type: ignore[no-untyped-def]
         if self in sys.meta_path:
@@ -31,13 +30,13 @@ class _Later(importlib.metadata.DistributionFinder):
         return sys.meta_path[0]
 
     def find_spec(self, fullname, path, target=None):  # type: ignore[no-untyped-def]
-        """Of ``deepspeed``, and of what ``hosts.CHANGES`` names."""
+        """Find ``deepspeed`` and the modules in ``hosts.CHANGES``; None for others."""
         if fullname.partition(".")[0] == "deepspeed" or fullname in _CHANGED:
             return self._make_way().find_spec(fullname, path, target)
         return None
 
     def find_distributions(self, context=None):  # type: ignore[no-untyped-def]
-        """Of deepspeed alone."""
+        """Find the distribution of deepspeed; none for other names."""
         if context is None or context.name != "deepspeed":
             return []
         return self._make_way().find_distributions(context)
