@@ -18,7 +18,7 @@ from shardengine.app.settings import require
 from shardengine.checkpoint import check_free, directory, new_directory
 from shardengine.errors import CheckpointError, UsageError
 from shardengine.interchange import hugging_face
-from shardengine.interchange.stored import MODEL, RUN, Found, Stored, choose, find
+from shardengine.interchange.stored import MODEL, RUN, Found, StoredCheckpoint, choose, find
 from shardengine.planner import show_bytes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "as-trained": None}
@@ -102,7 +102,7 @@ def _write(options: argparse.Namespace, place: Path, out: Path, tokenizer: Path 
     dtype = DTYPES[options.dtype] if options.dtype is not None else None
     largest = parse_size("--max-shard-size", options.max_shard_size or LARGEST_FILE)
     model = None if options.config is None else hugging_face.read_model(Path(options.config))
-    with Stored(place, averages=options.ema) as stored, new_directory(out) as work:
+    with StoredCheckpoint(place, averages=options.ema) as stored, new_directory(out) as work:
         if options.format == "dcp":
             from shardengine.interchange import dcp_export
 
@@ -146,7 +146,7 @@ def _merge_saved(options: argparse.Namespace, folder: Path, out: Path, tokenizer
 
 
 def _merge(
-    options: argparse.Namespace, stored: Stored, work: Path, dtype: torch.dtype | None, largest: int
+    options: argparse.Namespace, stored: StoredCheckpoint, work: Path, dtype: torch.dtype | None, largest: int
 ) -> list[str]:
     from shardengine.app import merging
 

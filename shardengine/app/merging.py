@@ -19,7 +19,7 @@ from torch import Tensor
 from shardengine.checkpoint import left_out
 from shardengine.errors import UsageError
 from shardengine.interchange import adapters, hugging_face
-from shardengine.interchange.stored import MODEL, Stored
+from shardengine.interchange.stored import MODEL, StoredCheckpoint
 from shardengine.interchange.weight_files import rounded
 from shardengine.sharding import WEIGHT, FlatSlice
 
@@ -36,7 +36,13 @@ _CLASSES = {
 
 
 def write(
-    stored: Stored, out: Path, *, dtype: torch.dtype | None, largest: int, adapter: str | None, base: str | None
+    stored: StoredCheckpoint,
+    out: Path,
+    *,
+    dtype: torch.dtype | None,
+    largest: int,
+    adapter: str | None,
+    base: str | None,
 ) -> list[str]:
     """A Hugging Face model: the base with the adapters in its weights; sentences on what a user may miss.
 
@@ -194,7 +200,7 @@ def _resize(model: Any, tables: dict[str, Any], weights: dict[str, Tensor]) -> N
     model.resize_token_embeddings(wanted.pop(), mean_resizing=False)
 
 
-def _require_same(stored: Stored, model: Any, base: str) -> None:
+def _require_same(stored: StoredCheckpoint, model: Any, base: str) -> None:
     """UsageError unless the frozen weights are those that the adapters were trained with, in the dtype of then.
 
     Those that were packed are not compared, because a GPU and a CPU may round them differently; embeddings, norms and

@@ -22,14 +22,14 @@ from __future__ import annotations
 from shardengine.checkpoint import contents, directory, index, left_out
 from shardengine.checkpoint.atomic import check_free, new_directory, write_text
 from shardengine.checkpoint.loading import Checkpoint, load
-from shardengine.checkpoint.reader import Reader
+from shardengine.checkpoint.reader import BlockReader
 from shardengine.checkpoint.saving import finish, save
 from shardengine.checkpoint.tensor_file import DTYPES, Stream, header_of
 
 __all__ = [
     "DTYPES",
+    "BlockReader",
     "Checkpoint",
-    "Reader",
     "Stream",
     "check_free",
     "contents",

@@ -24,7 +24,7 @@ Source = tuple[str, int, int, int]
 
 
 @dataclass(frozen=True)
-class Filling:
+class FitTarget:
     """A part of the engine's tensors, with the sources of its elements and their dtype in the checkpoint."""
 
     part: FlatSlice
@@ -33,7 +33,7 @@ class Filling:
 
 
 @dataclass
-class Plan:
+class FitPlan:
     """The plan of a load. problems: the reasons why the checkpoint cannot be loaded.
 
     missing, unexpected: names that only the engine, or only the checkpoint has (``strict=False``) · kept: frozen
@@ -50,8 +50,8 @@ class Plan:
     converted: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     kept: dict[str, int] = field(default_factory=dict)
-    fillings: list[Filling] = field(default_factory=list)
-    added: list[Filling] = field(default_factory=list)
+    fillings: list[FitTarget] = field(default_factory=list)
+    added: list[FitTarget] = field(default_factory=list)
     share: float = 1.0
     fresh: list[FlatSlice] = field(default_factory=list)
     groups: list[dict[str, Any] | None] = field(default_factory=list)
@@ -60,7 +60,7 @@ class Plan:
     facts: dict[str, Any] = field(default_factory=dict)
     scheduler: bool = False
 
-    def onto(self, parts: Iterable[FlatSlice]) -> Plan:
+    def onto(self, parts: Iterable[FlatSlice]) -> FitPlan:
         """Return the same plan for ``parts``, which are writable views; it was made from read-only views."""
         found = {(part.name, part.key, part.first): part for part in parts}
         fillings, added = ([replace(each, part=found[each.part[:3]]) for each in those]
@@ -68,7 +68,7 @@ class Plan:
         return replace(self, fillings=fillings, added=added, fresh=[found[part[:3]] for part in self.fresh])
 
     @property
-    def read(self) -> list[Filling]:
+    def read(self) -> list[FitTarget]:
         """All parts that are read from files."""
         return [*self.fillings, *self.added]
 
@@ -84,7 +84,7 @@ class _Saved:
         self.rows |= {row["name"]: row for row in saved["buffers"]}
         self.alias = {name: row["names"][0] for row in saved["parameters"] for name in row["names"]}
         self.alias |= {row["name"]: row["name"] for row in saved["buffers"]}
-        self.tensors: dict[tuple[str, str], tuple[torch.dtype, list[index.Stored]]] = {
+        self.tensors: dict[tuple[str, str], tuple[torch.dtype, list[index.StoredRange]]] = {
             (name, kind): (dtype, pieces) for name, kind, dtype, pieces in index.entries(saved)
         }
         self.states = {kind for _, kind in self.tensors if not contents.is_of_hook(kind)} - {WEIGHT, BUFFER}
@@ -100,12 +100,14 @@ class _Saved:
         self.left_out: dict[str, int] = saved.get("left_out", {})
 
 
-def plan(saved: dict[str, Any], engine: Inspection, *, strict: bool, weights_only: bool, schedule: bool = True) -> Plan:
+def plan(
+    saved: dict[str, Any], engine: Inspection, *, strict: bool, weights_only: bool, schedule: bool = True
+) -> FitPlan:
     """Plan how ``engine`` loads the checkpoint with the index ``saved``; local, changes nothing.
 
     weights_only: load no other tensors than weights and buffers · schedule: whether the scheduler's state is loaded.
     """
-    there, core, found = _Saved(saved), engine._core, Plan()
+    there, core, found = _Saved(saved), engine._core, FitPlan()
     sources = _match(there, core, found, strict=strict)
     found.kept = {name: there.left_out[origin] for name, origin in sources.items() if origin in there.left_out}
     if not weights_only:
@@ -133,7 +135,7 @@ def plan(saved: dict[str, Any], engine: Inspection, *, strict: bool, weights_onl
         dtype, pieces = entry
         if part.key == BUFFER and there.own_buffers:
             pieces = [piece for piece in pieces if piece.file == index.file_of(core.mesh.rank % there.ranks)]
-        filling = Filling(part, dtype, list(_overlaps(part, pieces, dtype)))
+        filling = FitTarget(part, dtype, list(_overlaps(part, pieces, dtype)))
         if _covers(filling):
             found.fillings.append(filling)
         else:
@@ -141,13 +143,13 @@ def plan(saved: dict[str, Any], engine: Inspection, *, strict: bool, weights_onl
     return found
 
 
-def _take_errors(part: FlatSlice, origin: str, there: _Saved, core: Core, found: Plan) -> None:
+def _take_errors(part: FlatSlice, origin: str, there: _Saved, core: Core, found: FitPlan) -> None:
     """Plan the error feedback of a rank for another world size (contents: [Note: Errors of other ranks])."""
     mesh = core.mesh
     found.share = mesh.ranks / there.ranks if core.reducer.rules.divisor == mesh.ranks else 1.0
     keys = [contents.error_key(rank) for rank in range(mesh.rank, there.ranks, mesh.ranks)]
     entries = [there.tensors[origin, key] for key in keys if (origin, key) in there.tensors]
-    fillings = [Filling(part, dtype, list(_overlaps(part, pieces, dtype))) for dtype, pieces in entries]
+    fillings = [FitTarget(part, dtype, list(_overlaps(part, pieces, dtype))) for dtype, pieces in entries]
     if not all(_covers(filling) for filling in fillings):
         found.problems.append(f"{part.name} ({part.key}): some of its elements are in no file of the checkpoint")
     if not fillings:
@@ -156,7 +158,7 @@ def _take_errors(part: FlatSlice, origin: str, there: _Saved, core: Core, found:
     found.added += fillings[1:]
 
 
-def _match(there: _Saved, core: Core, found: Plan, *, strict: bool) -> dict[str, str]:
+def _match(there: _Saved, core: Core, found: FitPlan, *, strict: bool) -> dict[str, str]:
     """Return each tensor's first name here → its first name in the checkpoint, for those that are in both and fit."""
     sources: dict[str, str] = {}
     rows = [(row["names"], row) for row in contents.parameter_table(core)]
@@ -211,7 +213,7 @@ def _order(row: dict[str, Any]) -> list[int]:
     return [dimension for dimension in dimensions if row["shape"][dimension] != 1]
 
 
-def _without_source(part: FlatSlice, origin: str, there: _Saved, found: Plan) -> None:
+def _without_source(part: FlatSlice, origin: str, there: _Saved, found: FitPlan) -> None:
     """Handle a part that the checkpoint lacks although it has the parameter: it was frozen, or had no momentum.
 
     Such a part is set to zero. A missing weight, buffer or state that the checkpoint should have is a problem.
@@ -222,7 +224,9 @@ def _without_source(part: FlatSlice, origin: str, there: _Saved, found: Plan) ->
         found.fresh.append(part)
 
 
-def _overlaps(part: FlatSlice, pieces: list[index.Stored], dtype: torch.dtype) -> Iterator[tuple[str, int, int, int]]:
+def _overlaps(
+    part: FlatSlice, pieces: list[index.StoredRange], dtype: torch.dtype
+) -> Iterator[tuple[str, int, int, int]]:
     for piece in pieces:
         start, stop = max(piece.first, part.first), min(piece.end, part.end)
         if start < stop:
@@ -230,7 +234,7 @@ def _overlaps(part: FlatSlice, pieces: list[index.Stored], dtype: torch.dtype) -
             yield piece.file, offset, start - part.first, stop - part.first
 
 
-def _covers(filling: Filling) -> bool:
+def _covers(filling: FitTarget) -> bool:
     reached = 0
     for _, _, start, stop in sorted(filling.sources, key=lambda source: source[2]):
         if start > reached:
@@ -240,7 +244,7 @@ def _covers(filling: Filling) -> bool:
 
 
 def _compare_optimizers(
-    there: _Saved, engine: Inspection, found: Plan, sources: dict[str, str], *, strict: bool, schedule: bool
+    there: _Saved, engine: Inspection, found: FitPlan, sources: dict[str, str], *, strict: bool, schedule: bool
 ) -> None:
     optimizer, core = engine.optimizer, engine._core
     kinds = [there.kind or "none", "none" if optimizer is None else optimizer.kind]
@@ -316,7 +320,7 @@ def _misshapen(there: _Saved, optimizer: ShardedOptimizer, sources: dict[str, st
 
 
 def _match_groups(
-    there: _Saved, optimizer: ShardedOptimizer, core: Core, found: Plan, sources: dict[str, str], *, strict: bool
+    there: _Saved, optimizer: ShardedOptimizer, core: Core, found: FitPlan, sources: dict[str, str], *, strict: bool
 ) -> None:
     """Match each optimizer group with the group of the checkpoint that holds the same parameters, in any order.
 
@@ -375,7 +379,7 @@ def _fitting_options(
     return fitting, problems
 
 
-def _compare_schedulers(there: _Saved, engine: Inspection, found: Plan, *, strict: bool) -> bool:
+def _compare_schedulers(there: _Saved, engine: Inspection, found: FitPlan, *, strict: bool) -> bool:
     """Return whether both sides have the same class of scheduler, or none; plan to load its state if it fits."""
     scheduler = engine.lr_scheduler
     kinds = [

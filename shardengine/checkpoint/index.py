@@ -75,7 +75,7 @@ def read(directory: Path) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredRange:
     """Elements [first, end) of a tensor lie in ``file`` from byte ``offset`` on."""
 
     file: str
@@ -84,11 +84,11 @@ class Stored:
     offset: int
 
 
-def entries(index: dict[str, Any]) -> Iterator[tuple[str, str, torch.dtype, list[Stored]]]:
+def entries(index: dict[str, Any]) -> Iterator[tuple[str, str, torch.dtype, list[StoredRange]]]:
     """Yield every tensor of the model and the optimizer: (name, state, dtype, places of its elements)."""
     for name, kinds in index["tensors"].items():
         for kind, row in kinds.items():
-            yield name, kind, DTYPES[row["dtype"]], [Stored(*piece) for piece in row["pieces"]]
+            yield name, kind, DTYPES[row["dtype"]], [StoredRange(*piece) for piece in row["pieces"]]
 
 
 def names_at(index: dict[str, Any], file: str, start: int, end: int) -> list[str]:

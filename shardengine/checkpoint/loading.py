@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from shardengine.checkpoint import contents, directory, fit, index, left_out, saving, state
-from shardengine.checkpoint.reader import Damage, DamageError, Reader, Wanted
+from shardengine.checkpoint.reader import BlockReader, DamageError, FileDamage, Wanted
 from shardengine.comm import Collectives, compare, run_on_all_ranks
 from shardengine.core import Core, Inspection
 from shardengine.ddp import Phase
@@ -57,7 +57,7 @@ class Checkpoint:
 
 
 @dataclass
-class _Candidate:
+class _FoundCheckpoint:
     """A checkpoint as one rank sees it.
 
     kept: this rank's share of the fingerprints of the weights that are left out · unfit, damaged: why it is not loaded.
@@ -65,7 +65,7 @@ class _Candidate:
 
     place: Path
     saved: dict[str, Any] = field(default_factory=dict)
-    plan: fit.Plan = field(default_factory=fit.Plan)
+    plan: fit.FitPlan = field(default_factory=fit.FitPlan)
     random: dict[str, Tensor] = field(default_factory=dict)
     kept: dict[str, int] = field(default_factory=dict)
     unfit: str = ""
@@ -73,7 +73,7 @@ class _Candidate:
 
 
 @dataclass(frozen=True)
-class _Way:
+class _LoadOptions:
     """The mode of a load.
 
     strict: see ``Engine.load_checkpoint`` · weights_only: load no other tensors than the model's · at_once: fill while
@@ -130,7 +130,7 @@ def load(
         interrupted = True
     if not interrupted:
         core.adopt_written_weights()
-    way = _Way(strict, weights_only, new and strict and not weights_only, schedule, counts)
+    way = _LoadOptions(strict, weights_only, new and strict and not weights_only, schedule, counts)
     begun = [] if engine.optimizer is None or not new else [dict(group) for group in engine.optimizer.param_groups]
     chosen = _take_first(engine, Path(folder), names, way, astray)
     if engine.optimizer is not None:
@@ -217,7 +217,7 @@ def _candidates(folder: Path, tag: str | None) -> tuple[list[str], str]:
     return list(dict.fromkeys(names)), astray
 
 
-def _take_first(engine: Inspection, folder: Path, names: list[str], way: _Way, astray: str) -> _Candidate:
+def _take_first(engine: Inspection, folder: Path, names: list[str], way: _LoadOptions, astray: str) -> _FoundCheckpoint:
     """Load the first candidate that all ranks find undamaged; return it.
 
     Raises on all ranks if the first candidate does not fit, or if every one is rejected. astray: the text of
@@ -251,7 +251,7 @@ def _take_first(engine: Inspection, folder: Path, names: list[str], way: _Way, a
     _raise_everywhere(collectives, CheckpointError(f"{'; '.join(rejected)}; {offer}{_PARTLY if touched else ''}"))
 
 
-def _other_base(core: Core, candidate: _Candidate, here: dict[str, int], way: _Way) -> str:
+def _other_base(core: Core, candidate: _FoundCheckpoint, here: dict[str, int], way: _LoadOptions) -> str:
     """Return why frozen parameters that the checkpoint leaves out differ from those it was saved with; "" if equal.
 
     Without ``strict`` a difference is only a warning. Parameters of another dtype are not compared; ``_say`` warns of
@@ -282,9 +282,9 @@ def _raise_everywhere(collectives: Collectives, error: ShardEngineError) -> NoRe
     raise error
 
 
-def _examine(engine: Inspection, place: Path, way: _Way) -> _Candidate:
+def _examine(engine: Inspection, place: Path, way: _LoadOptions) -> _FoundCheckpoint:
     """Read the index, compare it, verify this rank's part of the files; problems are recorded, not raised."""
-    candidate = _Candidate(place)
+    candidate = _FoundCheckpoint(place)
     core = engine._core
     try:
         candidate.saved = index.read(place)
@@ -303,7 +303,7 @@ def _examine(engine: Inspection, place: Path, way: _Way) -> _Candidate:
         candidate.unfit = f"checkpoint {place} does not fit this engine:\n  - {text}{hint if way.strict else ''}"
         return candidate
     try:
-        with Reader(place, candidate.saved["files"], candidate.saved["chunk_bytes"]) as reader:
+        with BlockReader(place, candidate.saved["files"], candidate.saved["chunk_bytes"]) as reader:
             for _ in reader.verified(_verified_first(candidate, core, way)):
                 pass
             if not way.weights_only:
@@ -317,14 +317,14 @@ def _examine(engine: Inspection, place: Path, way: _Way) -> _Candidate:
     return candidate
 
 
-def _told(candidate: _Candidate, damage: Damage) -> str:
+def _told(candidate: _FoundCheckpoint, damage: FileDamage) -> str:
     names = index.names_at(candidate.saved, damage.file, damage.start, damage.end)
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     inside = f"it holds {', '.join(names[:4])}{more}" if names else "nothing that is needed is in that part"
     return f"{candidate.place / damage.file} {damage.what}; {inside}"
 
 
-def _verified_first(candidate: _Candidate, core: Core, way: _Way) -> dict[str, list[tuple[int, int]]]:
+def _verified_first(candidate: _FoundCheckpoint, core: Core, way: _LoadOptions) -> dict[str, list[tuple[int, int]]]:
     """Return file → byte ranges to verify before the load.
 
     These are the heads of this rank's share of the files and, unless ``at_once``, the bytes that it will read.
@@ -347,7 +347,7 @@ def _random_places(saved: dict[str, Any], rank: int) -> dict[str, tuple[str, int
     return {name: tuple(rows[rank % saved["world_size"]]) for name, rows in saved["random"].items()}
 
 
-def _read_random_states(reader: Reader, saved: dict[str, Any], core: Core) -> dict[str, Tensor]:
+def _read_random_states(reader: BlockReader, saved: dict[str, Any], core: Core) -> dict[str, Tensor]:
     """Read this rank's random states and check that they can be restored."""
     states, wanted = {}, dict[str, list[Wanted]]()
     for name, (file, offset, count) in _random_places(saved, core.mesh.rank).items():
@@ -361,7 +361,7 @@ def _read_random_states(reader: Reader, saved: dict[str, Any], core: Core) -> di
 # 3. fill
 
 
-def _take(engine: Inspection, chosen: _Candidate, way: _Way) -> str:
+def _take(engine: Inspection, chosen: _FoundCheckpoint, way: _LoadOptions) -> str:
     """Fill the engine; return "", or on all ranks the damage, which leaves the engine partly loaded. Collective."""
     core, optimizer = engine._core, engine.optimizer
     collectives = core.collectives
@@ -375,9 +375,9 @@ def _take(engine: Inspection, chosen: _Candidate, way: _Way) -> str:
     states = [filling for filling in fillings if filling.part.key not in (WEIGHT, BUFFER)]
     what = f"loading checkpoint {chosen.place} (the engine is partly loaded)"
     files, direct = chosen.saved["files"], way.at_once and alone
-    with Reader(chosen.place, files, chosen.saved["chunk_bytes"], direct=direct) as reader:
+    with BlockReader(chosen.place, files, chosen.saved["chunk_bytes"], direct=direct) as reader:
 
-        def fill(part: list[fit.Filling], added: Sequence[fit.Filling] = ()) -> str:
+        def fill(part: list[fit.FitTarget], added: Sequence[fit.FitTarget] = ()) -> str:
             """Fill these parts; return the first damage that any rank found, "" if there is none."""
             texts = collectives.exchange_objects(
                 run_on_all_ranks(collectives, what, lambda: _filled(reader, chosen, part, added)), what
@@ -395,7 +395,9 @@ def _take(engine: Inspection, chosen: _Candidate, way: _Way) -> str:
     return damaged
 
 
-def _filled(reader: Reader, chosen: _Candidate, fillings: list[fit.Filling], added: Sequence[fit.Filling]) -> str:
+def _filled(
+    reader: BlockReader, chosen: _FoundCheckpoint, fillings: list[fit.FitTarget], added: Sequence[fit.FitTarget]
+) -> str:
     """Read this rank's parts; return "", or a text about the damage."""
     try:
         _fill(reader, fillings)
@@ -408,14 +410,14 @@ def _filled(reader: Reader, chosen: _Candidate, fillings: list[fit.Filling], add
     return ""
 
 
-def _reads_alone(chosen: _Candidate, core: Core) -> bool:
+def _reads_alone(chosen: _FoundCheckpoint, core: Core) -> bool:
     """Return whether the ranks read mostly different bytes, so that the page cache of a machine does not help."""
     needed = sum(end - start for ranges in _ranges(chosen.plan.read).values() for start, end in ranges)
     whole: int = sum(facts["bytes"] for facts in chosen.saved["files"].values())
     return needed * core.mesh.ranks <= _MOSTLY_ALONE * whole
 
 
-def _ranges(fillings: Iterable[fit.Filling]) -> dict[str, list[tuple[int, int]]]:
+def _ranges(fillings: Iterable[fit.FitTarget]) -> dict[str, list[tuple[int, int]]]:
     """Return file → the byte ranges that ``fillings`` read from it."""
     files: dict[str, list[tuple[int, int]]] = {}
     for filling in fillings:
@@ -425,7 +427,7 @@ def _ranges(fillings: Iterable[fit.Filling]) -> dict[str, list[tuple[int, int]]]
 
 
 @torch.no_grad()
-def _fill(reader: Reader, fillings: Iterable[fit.Filling]) -> None:
+def _fill(reader: BlockReader, fillings: Iterable[fit.FitTarget]) -> None:
     """Fill the part of each of ``fillings``, reading file by file."""
     wanted: dict[str, list[Wanted]] = {}
     apart: list[tuple[Tensor, Tensor]] = []
@@ -442,14 +444,14 @@ def _fill(reader: Reader, fillings: Iterable[fit.Filling]) -> None:
 
 
 @torch.no_grad()
-def _add(reader: Reader, filling: fit.Filling) -> None:
+def _add(reader: BlockReader, filling: fit.FitTarget) -> None:
     """Add the elements that are read to the part of ``filling``."""
     read = torch.empty_like(filling.part.values)
-    _fill(reader, [fit.Filling(filling.part._replace(values=read), filling.dtype, filling.sources)])
+    _fill(reader, [fit.FitTarget(filling.part._replace(values=read), filling.dtype, filling.sources)])
     filling.part.values.add_(read)
 
 
-def _restore(engine: Inspection, chosen: _Candidate, way: _Way) -> None:
+def _restore(engine: Inspection, chosen: _FoundCheckpoint, way: _LoadOptions) -> None:
     """Restore everything but the tensors that were read: scheduler, random states, options, steps, loss scale.
 
     Fresh parts are set to zero. With ``weights_only`` only the scheduler and the count of skipped steps are restored.
@@ -470,7 +472,7 @@ def _restore(engine: Inspection, chosen: _Candidate, way: _Way) -> None:
     state.restore_scaler(engine.optimizer, chosen.saved["loss_scaler"])
 
 
-def _begin_averages(plan: fit.Plan) -> None:
+def _begin_averages(plan: fit.FitPlan) -> None:
     """Set averages that the checkpoint does not have to its weights."""
     fresh = [part for part in plan.fresh if part.key == AVERAGE]
     weights = {(f.part.name, f.part.first): f.part for f in plan.fillings if f.part.key == WEIGHT} if fresh else {}
@@ -479,14 +481,14 @@ def _begin_averages(plan: fit.Plan) -> None:
             part.values.copy_(weight.values)
 
 
-def _restore_random_states(core: Core, chosen: _Candidate) -> None:
+def _restore_random_states(core: Core, chosen: _FoundCheckpoint) -> None:
     if core.mesh.rank < chosen.saved["world_size"]:
         state.restore_random_states(chosen.random, core.mesh.device)
     else:
         state.seed_anew(chosen.random, core.mesh.rank)
 
 
-def _say(engine: Inspection, chosen: _Candidate, way: _Way, begun: list[dict[str, Any]]) -> None:
+def _say(engine: Inspection, chosen: _FoundCheckpoint, way: _LoadOptions, begun: list[dict[str, Any]]) -> None:
     """Warn of differences that the user may not intend. begun: the optimizer groups of a new engine before the load."""
     plan, notes = chosen.plan, []
     before, now = chosen.saved["batch"].get("train_batch_size"), engine.train_batch_size()

@@ -37,7 +37,7 @@ Ranges = Iterable[tuple[int, int]]
 
 
 @dataclass(frozen=True)
-class Damage:
+class FileDamage:
     """Bytes [start, end) of ``file`` differ from those that were written; ``what`` describes the damage."""
 
     file: str
@@ -49,7 +49,7 @@ class Damage:
 class DamageError(CheckpointError):
     """A file, or bytes of it, are damaged or missing."""
 
-    def __init__(self, damage: Damage) -> None:
+    def __init__(self, damage: FileDamage) -> None:
         super().__init__(f"{damage.file} {damage.what}")
         self.damage = damage
 
@@ -69,7 +69,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class _Block:
+class _ReadBlock:
     """Bytes [start, end) of a file: whole chunks (the last chunk of a file may be shorter)."""
 
     file: str
@@ -77,7 +77,7 @@ class _Block:
     end: int
 
 
-class Reader:
+class BlockReader:
     """Reads ranges of the files in one directory. files: name → "bytes" and "chunks", a CRC-32 per ``chunk_bytes``.
 
     direct: bypass the page cache if the file system supports it ([Note: Reading ahead]).
@@ -94,7 +94,7 @@ class Reader:
         self._reading = False
         self._threads: ThreadPoolExecutor | None = None
 
-    def __enter__(self) -> Reader:
+    def __enter__(self) -> BlockReader:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -122,7 +122,7 @@ class Reader:
                     part = row.target[(first - row.offset) // size : (last - row.offset) // size]
                     part.copy_(data[first - at : last - at].view(row.dtype))
 
-    def damage(self, file: str, ranges: Ranges) -> Damage | None:
+    def damage(self, file: str, ranges: Ranges) -> FileDamage | None:
         """Return the damage of ``file`` or of the first bad chunk with bytes of ``ranges``; None if there is none."""
         try:
             for _ in self.verified({file: ranges}):
@@ -142,7 +142,7 @@ class Reader:
             raise InternalError("Reader.verified: expected the last one to be at its end, it is still going on")
         self._reading = True
         blocks, free = self._blocks(ranges), list(self._memory)
-        under_way: deque[tuple[_Block, Tensor, Future[int]]] = deque()
+        under_way: deque[tuple[_ReadBlock, Tensor, Future[int]]] = deque()
         try:
             while True:
                 while len(under_way) <= _AHEAD and (block := next(blocks, None)) is not None:
@@ -166,13 +166,13 @@ class Reader:
         if count < data.numel():
             raise CheckpointError(f"{self._directory / file}: expected bytes from {offset + count} on, it ends there")
 
-    def _blocks(self, ranges: Mapping[str, Ranges]) -> Iterator[_Block]:
+    def _blocks(self, ranges: Mapping[str, Ranges]) -> Iterator[_ReadBlock]:
         for file, wanted in ranges.items():
             size = self._size(file)
             for first, last in _runs(wanted, self._chunk):
                 end = min(last * self._chunk, size)
                 for start in range(first * self._chunk, end, self._block_bytes):
-                    yield _Block(file, start, min(start + self._block_bytes, end))
+                    yield _ReadBlock(file, start, min(start + self._block_bytes, end))
 
     def _size(self, file: str) -> int:
         """Return the size of ``file``; raise ``DamageError`` unless it is a regular file of the expected size."""
@@ -183,24 +183,24 @@ class Reader:
             raise DamageError(self._unreadable(file, error)) from None
         found = facts.st_size
         if not stat.S_ISREG(facts.st_mode):
-            raise DamageError(Damage(file, 0, size, "is no regular file"))
+            raise DamageError(FileDamage(file, 0, size, "is no regular file"))
         if found != size:
             text = f"has {found} bytes, expected {size}"
-            raise DamageError(Damage(file, found if found < size else 0, size, text))
+            raise DamageError(FileDamage(file, found if found < size else 0, size, text))
         return size
 
-    def _unreadable(self, file: str, error: OSError) -> Damage:
+    def _unreadable(self, file: str, error: OSError) -> FileDamage:
         if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
             raise error  # a limit of this process, no damage of the file
         missing = isinstance(error, FileNotFoundError)
         text = "is missing" if missing else f"cannot be read ({error.strerror})"
-        return Damage(file, 0, self._files[file]["bytes"], text)
+        return FileDamage(file, 0, self._files[file]["bytes"], text)
 
     def _more_memory(self) -> Tensor:
         self._memory.append(staging(self._block_bytes))
         return self._memory[-1]
 
-    def _submit(self, block: _Block, data: Tensor) -> Future[int]:
+    def _submit(self, block: _ReadBlock, data: Tensor) -> Future[int]:
         if self._threads is None:
             self._threads = ThreadPoolExecutor(_AHEAD if self._direct else 1, "checkpoint-reader")
         try:
@@ -211,7 +211,7 @@ class Reader:
         padded = direct_io.whole_pages(count) if self._direct else count
         return self._threads.submit(direct_io.read, number, [direct_io.bytes_of(data[:padded])], block.start, count)
 
-    def _whole(self, block: _Block, data: Tensor, future: Future[int]) -> Iterator[tuple[str, int, Tensor]]:
+    def _whole(self, block: _ReadBlock, data: Tensor, future: Future[int]) -> Iterator[tuple[str, int, Tensor]]:
         """Yield the chunks of a block that was submitted, each after it is verified."""
         try:
             count = future.result()
@@ -222,7 +222,7 @@ class Reader:
             end = min(start + self._chunk, block.end)
             at = start - block.start
             if end - block.start > count or crc32(view[at : end - block.start]) != sums[start // self._chunk]:
-                raise DamageError(Damage(block.file, start, end, "is damaged (a checksum differs)"))
+                raise DamageError(FileDamage(block.file, start, end, "is damaged (a checksum differs)"))
             yield block.file, start, data[at : end - block.start]
 
     def _open(self, file: str, *, direct: bool) -> int:

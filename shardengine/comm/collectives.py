@@ -30,7 +30,7 @@ from shardengine.comm.transfer import (
     compile_transfer,
     sendable,
 )
-from shardengine.comm.work import Ledger, Work, explain
+from shardengine.comm.work import CollectiveLedger, Work, explain
 from shardengine.errors import MismatchError
 from shardengine.offload import BufferPool
 from shardengine.stages import Axis, Placement
@@ -87,9 +87,9 @@ class Collectives:
 
     def use(self, mesh: Mesh) -> None:
         """From now on over ``mesh``: the same ranks, new groups (``Mesh.renew``)."""
-        before: Ledger | None = getattr(self, "_ledger", None)
+        before: CollectiveLedger | None = getattr(self, "_ledger", None)
         self.mesh = mesh
-        self._ledger = Ledger(
+        self._ledger = CollectiveLedger(
             mesh,
             self.trace,
             self.sent,

@@ -107,7 +107,7 @@ class RankFacts:
 
 
 @dataclass(frozen=True)
-class Choice:
+class DeviceChoice:
     """For one rank. why: of the device · unused: why GPUs that are visible are not used, and what to do; "" if none."""
 
     device: torch.device
@@ -178,7 +178,9 @@ def has_nccl(backends: str) -> bool:
     return backend_for(backends, "cuda") == "nccl"
 
 
-def choose(ranks: Sequence[RankFacts], rank: int, group_has_nccl: bool | None = None, backends: str = "") -> Choice:
+def choose(
+    ranks: Sequence[RankFacts], rank: int, group_has_nccl: bool | None = None, backends: str = ""
+) -> DeviceChoice:
     """For ``rank``, out of the facts of all ranks; on all of them the same choice ([Note: Which GPU a rank uses]).
 
     group_has_nccl: of a process group that is there already; None: it is made as the choice says · backends: its own,
@@ -189,11 +191,11 @@ def choose(ranks: Sequence[RankFacts], rank: int, group_has_nccl: bool | None = 
     on_cpu, other = backend_for(backends, "cpu") or "gloo", backend_for(backends, "cuda")
     other = "" if other in ("gloo", "nccl") else other
     if all(each.wish == "cpu" for each in ranks):
-        return Choice(_CPU, on_cpu, "asked for")
+        return DeviceChoice(_CPU, on_cpu, "asked for")
     most = max(len(each.gpus.names) for each in ranks)
     told = any(each.wish.startswith("cuda") for each in ranks)
     if most == 0 and not told:
-        return Choice(_CPU, on_cpu, "no GPU is visible")
+        return DeviceChoice(_CPU, on_cpu, "no GPU is visible")
     nccl = all(each.gpus.nccl for each in ranks) if group_has_nccl is None else group_has_nccl
     if not (nccl or other or told or (len(ranks) == 1 and group_has_nccl is None)):
         reason, cure = "torch has no NCCL", "install a torch that has it"
@@ -203,7 +205,7 @@ def choose(ranks: Sequence[RankFacts], rank: int, group_has_nccl: bool | None = 
         what = (
             f"{most} GPU(s) are visible and not used: {reason}. To use them, {cure}; {WISH}=cpu says that it is meant"
         )
-        return Choice(_CPU, on_cpu, reason, what)
+        return DeviceChoice(_CPU, on_cpu, reason, what)
     if blind := [each for each in range(len(ranks)) if not ranks[each].gpus.names]:
         others = "" if len(blind) == len(ranks) else ", and the others do"
         raise UsageError(
@@ -214,7 +216,7 @@ def choose(ranks: Sequence[RankFacts], rank: int, group_has_nccl: bool | None = 
     if nccl:
         _refuse_shared(ranks, [index for index, _ in numbers])
     index, why = numbers[rank]
-    return Choice(torch.device("cuda", index), "nccl" if nccl else other or "gloo", why)
+    return DeviceChoice(torch.device("cuda", index), "nccl" if nccl else other or "gloo", why)
 
 
 def _check_wishes(ranks: Sequence[RankFacts]) -> None:

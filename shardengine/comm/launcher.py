@@ -50,7 +50,7 @@ _SPREAD_S = 0.5
 
 
 @dataclass(frozen=True)
-class _Report:
+class _RankReport:
     """What a rank sends home once: its pickled value, or its pickled exception and the failure."""
 
     rank: int
@@ -221,9 +221,9 @@ def _run_rank(sender: Connection, rank: int, ranks: int, port: int, payload: byt
         else:
             dist.barrier()
         dist.destroy_process_group()
-        report = _Report(rank, value)
+        report = _RankReport(rank, value)
     except BaseException as error:
-        report = _Report(rank, _pack_error(error), RankFailure.of(rank, error))
+        report = _RankReport(rank, _pack_error(error), RankFailure.of(rank, error))
     sender.send_bytes(pickle.dumps(report))
     sender.close()
     if report.failure is not None:
@@ -250,12 +250,12 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _collect(connections: Sequence[Connection]) -> dict[int, _Report]:
+def _collect(connections: Sequence[Connection]) -> dict[int, _RankReport]:
     """Reports by rank: of all ranks, or, once one failed, of those that answer while the failure spreads.
 
     That is longer as long as all that failed may have failed because of another, whose report is on its way.
     """
-    reports: dict[int, _Report] = {}
+    reports: dict[int, _RankReport] = {}
     pending = {connection: rank for rank, connection in enumerate(connections)}
     deadline = math.inf
     while pending:
@@ -274,7 +274,7 @@ def _collect(connections: Sequence[Connection]) -> dict[int, _Report]:
     return reports
 
 
-def _silent(processes: Sequence[SpawnProcess], reports: Mapping[int, _Report]) -> list[RankFailure]:
+def _silent(processes: Sequence[SpawnProcess], reports: Mapping[int, _RankReport]) -> list[RankFailure]:
     """Of the ranks that ended by themselves without a report."""
     silent: list[RankFailure] = []
     for rank, process in enumerate(processes):

@@ -83,7 +83,7 @@ class Store(Protocol):
         """Forget a key."""
 
 
-class Line(NamedTuple):
+class AxisGroup(NamedTuple):
     """The ranks that a collective is between. rank: this one's number among them · name, group: what carries it out."""
 
     rank: int
@@ -165,16 +165,16 @@ class Mesh:
             axis
         ]
 
-    def line(self, axis: Axis, name: GroupName) -> Line:
+    def line(self, axis: Axis, name: GroupName) -> AxisGroup:
         """The ranks along ``axis``, and their group for gathers, reductions or evaluation."""
         if axis is Axis.ALL or self.replicas == 1:
             if name is GroupName.EVALUATE and self.evaluate is None:
                 name = GroupName.GATHER
-            return Line(*self.place_on(axis), name, getattr(self, name))
+            return AxisGroup(*self.place_on(axis), name, getattr(self, name))
         made, part = self.shard_groups[self.replicas], _PARTS[name, axis]
         if part not in made:
             part = _PARTS[GroupName.GATHER, axis]
-        return Line(*self.place_on(axis), part, made[part])
+        return AxisGroup(*self.place_on(axis), part, made[part])
 
     def members(self, name: GroupName) -> list[int]:
         """The ranks of the group ``name`` that this rank is in; [] for all."""
@@ -503,7 +503,7 @@ def _build_part(ranks: Sequence[int], device: torch.device | None, timeout_s: fl
     return Mesh(rank, count, choice.device, owned=owned, kind=kind, nodes=nodes.find(everyone), **options, **groups)
 
 
-_Chosen = tuple[devices.Choice, list[devices.RankFacts]]
+_Chosen = tuple[devices.DeviceChoice, list[devices.RankFacts]]
 
 
 def _join(device: torch.device | None, timeout: timedelta) -> _Chosen:
@@ -557,7 +557,7 @@ def _warning(rank: int, missing: set[int], timeout: timedelta) -> Iterator[None]
         timer.cancel()
 
 
-def _choose(everyone: list[devices.RankFacts], rank: int) -> devices.Choice:
+def _choose(everyone: list[devices.RankFacts], rank: int) -> devices.DeviceChoice:
     """For the default process group that is there; torch says which backend of it serves which type of device."""
     backends = dist.get_backend_config()
     return devices.choose(everyone, rank, devices.has_nccl(backends), backends)
@@ -681,7 +681,7 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
-def _use(choice: devices.Choice, rank: int) -> devices.Choice:
+def _use(choice: devices.DeviceChoice, rank: int) -> devices.DeviceChoice:
     """Make its device the current one, and NCCL ready for its first group; rank 0 says which GPUs are not used."""
     if choice.unused and rank == 0:
         _log.warning(choice.unused)

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from shardengine.comm.flight_recorder import Collective, Purpose
 from shardengine.comm.group_kind import GroupName
-from shardengine.comm.mesh import Line, Mesh
-from shardengine.comm.work import Ledger, Work
+from shardengine.comm.mesh import AxisGroup, Mesh
+from shardengine.comm.work import CollectiveLedger, Work
 from shardengine.errors import InternalError
 from shardengine.kernels import ordered_sum
 from shardengine.offload import BufferPool, CopyStream
@@ -95,7 +95,7 @@ class Fabric:
     """
 
     mesh: Mesh
-    ledger: Ledger
+    ledger: CollectiveLedger
     pool: BufferPool
     direct: bool
     reduce_dtype: torch.dtype
@@ -344,7 +344,7 @@ class ReduceScatter(Transfer):
         """The shard groups inside of which is reduced first; 0: in one step, or by nodes."""
         present = _present(mesh, along)
         self._nodes = mesh.nodes.number if present and mesh.replicas == 1 and fabric.nodes(like.dtype) > 1 else 0
-        self._line: Line | None = mesh.line(present[0], GroupName.REDUCE) if present and not self._groups else None
+        self._line: AxisGroup | None = mesh.line(present[0], GroupName.REDUCE) if present and not self._groups else None
         self._collectives: dict[tuple[GroupName, int], Collective] = {}
 
     def start(

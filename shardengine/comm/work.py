@@ -1,9 +1,9 @@
 """A collective from its start to the end of its wait. Owns: counters of bytes and of collectives, the comparison in
 debug mode, the wait under the watchdog, the errors.
 
-Every collective passes through a ``Ledger``. It counts the bytes, compares the collective across ranks in debug mode,
-and turns a failure into an error that names operation, bucket, parameters and ranks. Must not know: the operations of
-torch, and the reasons for which something is sent.
+Every collective passes through a ``CollectiveLedger``. It counts the bytes, compares the collective across ranks in
+debug mode, and turns a failure into an error that names operation, bucket, parameters and ranks. Must not know: the
+operations of torch, and the reasons for which something is sent.
 
 [Note: Waiting in slices] On gloo a wait is cut into slices; one that ends early leaves the operation running. Between
 slices this rank looks at what the others say (failures: [Note: Failure reports]). On NCCL ``wait`` only orders streams
@@ -110,7 +110,7 @@ class _HeldUp(NamedTuple):
     end: Moment
 
 
-class Ledger:
+class CollectiveLedger:
     """Starts every collective over one mesh, and waits for it. ``sent``: bytes by purpose, as the algorithm needs.
 
     trace, sent: of this rank, over all meshes · overlap: collectives run beside the computation; if not, each is waited
@@ -125,7 +125,7 @@ class Ledger:
         sent: Counter[Purpose],
         *,
         overlap: bool,
-        before: Ledger | None,
+        before: CollectiveLedger | None,
         compare: Callable[[str], None] | None,
     ) -> None:
         self.mesh, self.trace, self.sent = mesh, trace, sent

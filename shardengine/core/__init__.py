@@ -43,7 +43,7 @@ from shardengine.core import (
     replicas,
 )
 from shardengine.core.assembly import rules_of
-from shardengine.core.inspection import Inspection, Report, attached, check_free
+from shardengine.core.inspection import Inspection, StepReport, attached, check_free
 from shardengine.core.parts import Core
 from shardengine.core.recovery import ForWith, on_all_ranks, reports_failure, reports_failure_with, telling_all
 from shardengine.core.shard_groups import check_beside, check_clips, group_size, in_shard_groups, mesh_of
@@ -52,7 +52,7 @@ __all__ = [
     "Core",
     "ForWith",
     "Inspection",
-    "Report",
+    "StepReport",
     "adapters",
     "assembly",
     "attached",

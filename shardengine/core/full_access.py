@@ -29,7 +29,7 @@ from shardengine.sharding import WEIGHT, Bucket, FullTensors, ParameterSpec, joi
 
 
 @dataclass(frozen=True)
-class _Source:
+class _FullSource:
     """A bucket with wanted parameters in it. held: what this rank has of it, placed as optimizer state is · dtype: in
     which it is shown."""
 
@@ -153,7 +153,7 @@ def full_grads(
     specs = _specs(core, chosen, reducer.touched)
     wanted = {spec.name: spec for spec in specs.values()}
     sources = [
-        _Source(bucket_grad.bucket, {"gradient": bucket_grad.gradient}, bucket_grad.wire)
+        _FullSource(bucket_grad.bucket, {"gradient": bucket_grad.gradient}, bucket_grad.wire)
         for bucket_grad in reducer.buckets
         if bucket_grad.gradient is not None and not wanted.keys().isdisjoint(bucket_grad.names)
     ]
@@ -207,9 +207,9 @@ def full_optimizer_state(
     specs = _specs(core, chosen, number_of.values())
     wanted = {spec.name: spec for spec in specs.values()}
 
-    def sources(*, writable: bool) -> list[_Source]:
+    def sources(*, writable: bool) -> list[_FullSource]:
         buckets = [s.bucket for s in core.reducer.buckets if not wanted.keys().isdisjoint(s.names)]
-        return [_Source(bucket, optimizer.held(bucket, writable=writable), torch.float32) for bucket in buckets]
+        return [_FullSource(bucket, optimizer.held(bucket, writable=writable), torch.float32) for bucket in buckets]
 
     full = _read(core, sources(writable=False), wanted)
     given: dict[str, dict[str, Any]] = {
@@ -322,7 +322,7 @@ def _specs(core: Core, chosen: list[str], numbers: Iterable[int]) -> dict[str, P
     return {name: known[name] for name in chosen if name in known}
 
 
-def _read(core: Core, sources: list[_Source], wanted: Mapping[str, ParameterSpec]) -> FullTensors:
+def _read(core: Core, sources: list[_FullSource], wanted: Mapping[str, ParameterSpec]) -> FullTensors:
     """The tensors of ``wanted`` parameters, by first name; collective."""
     full: FullTensors = {}
     for source in sources:
@@ -332,7 +332,7 @@ def _read(core: Core, sources: list[_Source], wanted: Mapping[str, ParameterSpec
     return full
 
 
-def _write(core: Core, sources: list[_Source], full: FullTensors) -> None:
+def _write(core: Core, sources: list[_FullSource], full: FullTensors) -> None:
     """Rank 0's ``full`` become every rank's, with one broadcast per bucket, and what each of them holds; weights follow
     what is stepped, rounded to their dtype, wherever they rest on this rank."""
     for layout in (source.bucket.layout for source in sources):

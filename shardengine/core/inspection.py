@@ -43,7 +43,7 @@ def check_free(model: nn.Module) -> None:
             )
 
 
-class Report:
+class StepReport:
     """What the last step moved, and the model state's size, for ``memory()`` and ``traffic()``."""
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class Inspection:
     global_samples: int
     _core: Core
     _window: Window
-    _report: Report
+    _report: StepReport
     _verdict: Verdict | None
     _lr_scheduler: Any
     _owns_scheduler: bool

@@ -40,10 +40,12 @@ def load(core: Core, module: nn.Module, given: Any, *, strict: bool, assign: boo
     compare(core.collectives, {"call": [f"load_state_dict(strict={strict})"]})
     runs, is_first = _runs(core, module), core.mesh.rank == 0
 
-    def read() -> _Reading | None:
+    def read() -> _StateDictReading | None:
         if not _check(core, module, given, assign=assign):
             return None
-        found = _Reading(dict(given), getattr(given, "_metadata", None), f"load_state_dict (rank {core.mesh.rank})")
+        found = _StateDictReading(
+            dict(given), getattr(given, "_metadata", None), f"load_state_dict (rank {core.mesh.rank})"
+        )
         with core.attachments.loading():
             found.read(module)
         found.settle(module, strict=strict)
@@ -113,16 +115,16 @@ def _runs(core: Core, module: nn.Module) -> list[tuple[list[str], list[_Module]]
     return [(names, modules) for _, names, modules in runs]
 
 
-class _Slot(nn.Parameter):
+class _LoadTarget(nn.Parameter):
     """What stands for a parameter while a dict is read: its shape, and what would be written to it."""
 
     writes: list[tuple[Any, tuple[Any, ...], dict[str, Any]]]
     device_of: torch.device
 
     @staticmethod
-    def of(parameter: nn.Parameter) -> _Slot:
+    def of(parameter: nn.Parameter) -> _LoadTarget:
         """One for ``parameter``."""
-        slot = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta").as_subclass(_Slot)
+        slot = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta").as_subclass(_LoadTarget)
         slot.writes, slot.device_of = [], parameter.device
         return slot
 
@@ -133,7 +135,7 @@ class _Slot(nn.Parameter):
         """Writes are remembered; what needs no value is answered."""
         options = kwargs or {}
         slot, name = args[0] if args else None, getattr(function, "__name__", "")
-        if not isinstance(slot, _Slot):
+        if not isinstance(slot, _LoadTarget):
             raise _ReadsWeight(name)
         if function == _DEVICE:
             return slot.device_of
@@ -145,7 +147,7 @@ class _Slot(nn.Parameter):
             slot.writes.append((Tensor.copy_, args[1:], {}))
             return None
         if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
-            if any(isinstance(each, _Slot) for each in (*args[1:], *options.values())):
+            if any(isinstance(each, _LoadTarget) for each in (*args[1:], *options.values())):
                 raise _ReadsWeight(name)
             slot.writes.append((function, args[1:], options))
             return slot
@@ -172,12 +174,12 @@ _OF_SHAPE = {"__get__", "dim", "numel", "size", "stride", "element_size", "is_fl
 class _Read:
     """What one module would write: its parameters' stand-ins, values of its buffers, extra states."""
 
-    slots: dict[str, _Slot]
+    slots: dict[str, _LoadTarget]
     buffers: dict[str, tuple[Tensor, Tensor]]
     extra: list[Any]
 
 
-class _Reading:
+class _StateDictReading:
     """What loading ``state`` would write ([Note: Read, then written])."""
 
     def __init__(self, state: dict[str, Any], metadata: Any, where: str) -> None:
@@ -203,7 +205,7 @@ class _Reading:
     def _read_one(self, prefix: str, part: nn.Module) -> None:
         parameters, buffers = dict(part._parameters), dict(part._buffers)
         if (done := self._read.get(id(part))) is None:  # else it has several names
-            slots = {name: _Slot.of(p) for name, p in parameters.items() if p is not None}
+            slots = {name: _LoadTarget.of(p) for name, p in parameters.items() if p is not None}
             copies = {name: (b, b.clone()) for name, b in buffers.items() if b is not None}
             done = self._read[id(part)] = _Read(slots, copies, [])
         kept = vars(part).get("set_extra_state", done)

@@ -23,7 +23,7 @@ from shardengine.ddp.gradient_bucket import GradientBucket, Rules
 from shardengine.ddp.gradient_views import GradientViews, ShardedGradient, taken
 from shardengine.ddp.joining import Attendance, Join
 from shardengine.ddp.reducer import ERROR, FACTOR, MAX_IN_FLIGHT, Payload, Reducer, no_payload
-from shardengine.ddp.replicas import Replicas, Step
+from shardengine.ddp.replicas import Replicas, ReplicaStep
 from shardengine.ddp.step_state import EarlySteps, Phase, StepState
 from shardengine.ddp.window import Forward, Window
 from shardengine.ddp.writes import Writes, digest
@@ -43,10 +43,10 @@ __all__ = [
     "Payload",
     "Phase",
     "Reducer",
+    "ReplicaStep",
     "Replicas",
     "Rules",
     "ShardedGradient",
-    "Step",
     "StepState",
     "Window",
     "Writes",

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from shardengine.comm import Chunks, Collectives, OnComplete, Purpose, TransferOptions, Work
-from shardengine.ddp.comm_hooks import CommHook, FutureWork, GradBucket, Messages, Part, WholeGradients
+from shardengine.ddp.comm_hooks import CommHook, FutureWork, GradBucket, HookMessages, HookPiece, WholeGradients
 from shardengine.ddp.early_use import Consumer, EarlyUse
 from shardengine.ddp.gradient_bucket import GradientBucket, Rules, flat_gradient
 from shardengine.ddp.gradient_views import GradientViews
@@ -76,7 +76,7 @@ class _Flight:
 
 
 @dataclass(frozen=True)
-class _Mode:
+class _BackwardMode:
     """What the running backward is for, or the last one was. synchronise: what it brings is reduced · final: the window
     ends with it."""
 
@@ -217,7 +217,7 @@ class Reducer:
         self._order = _Order(len(self.buckets))
         self._came: dict[int, None] | None = {}
         self.arrival: Sequence[int] = ()
-        self._mode = _Mode()
+        self._mode = _BackwardMode()
         self._told_unused = False
         self._static: _Static | None = None
         self.early_use = EarlyUse(step_state)
@@ -285,7 +285,7 @@ class Reducer:
                 bucket_grad.expect_only(self._static.here)
         if self.hook is not None:
             self.hook.begin_step(self._step_number)
-        self._mode = _Mode(synchronise, final)
+        self._mode = _BackwardMode(synchronise, final)
         if self._came is not None:
             self._came.clear()
 
@@ -396,7 +396,7 @@ class Reducer:
         self._complete_flights(
             0
         )  # with what follows each reduction, so that every rank has issued the same collectives
-        self._mode = _Mode()
+        self._mode = _BackwardMode()
         self._order.restart()
         for bucket_grad in self.buckets:
             bucket_grad.discard()
@@ -604,12 +604,12 @@ class Reducer:
         if by_rows:
             self._complete_flights(0)  # [Note: Sparse gradients]
 
-    def _messages(self, bucket_grad: GradientBucket | None) -> Messages | None:
+    def _messages(self, bucket_grad: GradientBucket | None) -> HookMessages | None:
         """What the hook makes of the sum that ``bucket_grad`` sends for the first time; None: of another one, of whose
         errors nothing is known."""
         if self.hook is None or not self.hook.makes_messages:
             return None
-        return Messages(
+        return HookMessages(
             self.hook, *((None,) if bucket_grad is None else (bucket_grad.bucket.layout.index, self._used(bucket_grad)))
         )
 
@@ -848,10 +848,10 @@ class Reducer:
                 layout = bucket_grad.bucket.layout
                 hook.allocate(layout.index, layout.length, self._parts(bucket_grad), mesh.ranks, mesh.device)
 
-    def _parts(self, bucket_grad: GradientBucket) -> list[Part]:
+    def _parts(self, bucket_grad: GradientBucket) -> list[HookPiece]:
         start = bucket_grad.bucket.layout.start
         return [
-            Part(piece.parameter, piece.start - start, piece.end - piece.start, spec.shape_in_memory, spec.number)
+            HookPiece(piece.parameter, piece.start - start, piece.end - piece.start, spec.shape_in_memory, spec.number)
             for piece in bucket_grad.pieces.values()
             for spec in [self._spec(piece.parameter)]
         ]

@@ -31,7 +31,7 @@ from shardengine.errors import InternalError
 
 
 @dataclass(frozen=True)
-class Step:
+class ReplicaStep:
     """How a step is made. apart: each group steps with its own gradient · averaged: the groups are averaged after it ·
     exchanges: a group's gradient is its own and another one's."""
 
@@ -56,7 +56,7 @@ class Replicas:
         self._group, self._groups = rank // self._size, groups
         self.since = 0
         self._steps = 0
-        self.last: Step | None = None
+        self.last: ReplicaStep | None = None
         self.foresee(0)
 
     def foresee(self, steps: int) -> None:
@@ -64,7 +64,7 @@ class Replicas:
         self._steps = steps
         apart = bool(self.name) and steps >= self._start
         averaged = apart and self._period > 0 and (steps + 1 - self._start) % self._period == 0
-        self.step = Step(apart, averaged, apart and self.name == "gossip")
+        self.step = ReplicaStep(apart, averaged, apart and self.name == "gossip")
 
     @property
     def apart(self) -> bool:

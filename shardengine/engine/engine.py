@@ -27,7 +27,7 @@ from shardengine.core import (
     Core,
     ForWith,
     Inspection,
-    Report,
+    StepReport,
     assembly,
     attached,
     check_beside,
@@ -61,8 +61,8 @@ from shardengine.offload import BufferPool
 from shardengine.optim import (
     EngineCalls,
     OptimizerForm,
-    Settings,
     ShardedOptimizer,
+    StepSettings,
     Verdict,
     groups_for,
     lend,
@@ -105,7 +105,7 @@ class Engine(Inspection):
         self._verdict: Verdict | None = None
         self._buffers_sent, self._buffers_travel = False, True
         self._has_seen_batch = mesh.rank > 0
-        self._report = Report()
+        self._report = StepReport()
         self._monitors = Monitors(self.config.monitor, monitors, mesh.rank, mesh.platform)
         attached.add(model)
         self._is_open = True
@@ -145,7 +145,7 @@ class Engine(Inspection):
 
         def equip() -> None:
             if form.kind is not None:
-                settings = Settings.of(self.config, core.precision)
+                settings = StepSettings.of(self.config, core.precision)
                 calls = EngineCalls(
                     self._begin_window,
                     self._add_param_group,

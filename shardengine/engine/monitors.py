@@ -189,7 +189,7 @@ KINDS: dict[str, Callable[[Any], Monitor]] = {
 
 
 @dataclass
-class _Reading:
+class _PendingRow:
     """Numbers of one step, some of which may be on their way from the device: ``names`` of ``arriving``."""
 
     step: int
@@ -209,7 +209,7 @@ class Monitors:
         self._loss: Tensor | None = None
         self._share: Tensor | None = None
         self._scale = 1.0
-        self._pending: deque[_Reading] = deque()
+        self._pending: deque[_PendingRow] = deque()
         if rank:
             return
         for kind, make in KINDS.items():
@@ -274,7 +274,7 @@ class Monitors:
             self._shielded(name, monitor.close)
         self._open.clear()
 
-    def _write(self, reading: _Reading) -> None:
+    def _write(self, reading: _PendingRow) -> None:
         arrived = dict(zip(reading.names, reading.arriving.get().tolist(), strict=True))
         known = {**reading.values, **arrived, **{name: value() for name, value in reading.late.items()}}
         values = {name: known[name] for name in VALUES if name in known}
@@ -303,13 +303,13 @@ def _read(
     late: Mapping[str, Callable[[], float]],
     on_device: dict[str, Tensor | None],
     platform: Platform,
-) -> _Reading:
+) -> _PendingRow:
     there = {name: value.detach().reshape(()) for name, value in on_device.items() if value is not None}
     if not there:
-        return _Reading(step, values, late, (), platform.fetch(torch.empty(0)))
+        return _PendingRow(step, values, late, (), platform.fetch(torch.empty(0)))
     device = next(iter(there.values())).device
     numbers = torch.stack([value.to(device, torch.float64) for value in there.values()])
-    return _Reading(step, values, late, tuple(there), platform.fetch(numbers))
+    return _PendingRow(step, values, late, tuple(there), platform.fetch(numbers))
 
 
 def check(given: Sequence[Any]) -> None:

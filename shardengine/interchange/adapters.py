@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from shardengine.errors import UsageError
-from shardengine.interchange.stored import Stored
+from shardengine.interchange.stored import StoredCheckpoint
 from shardengine.interchange.weight_files import Output
 
 PREFIX = "base_model.model."
 _EMBEDDINGS = ("embed_tokens", "lm_head")
 
 
-def configs(stored: Stored, chosen: str | None) -> dict[str, dict[str, Any]]:
+def configs(stored: StoredCheckpoint, chosen: str | None) -> dict[str, dict[str, Any]]:
     """Return adapter name → config, for all adapters or the ``chosen`` one; UsageError for other types than LoRA."""
     there = stored.model.get("peft") or {}
     if chosen is not None and chosen not in there:
@@ -48,7 +48,7 @@ def config_file(config: dict[str, Any]) -> dict[str, Any]:
     return {**dict(sorted(config.items())), "inference_mode": True}
 
 
-def outputs(stored: Stored, weights: list[Output], adapter: str, config: dict[str, Any]) -> list[Output]:
+def outputs(stored: StoredCheckpoint, weights: list[Output], adapter: str, config: dict[str, Any]) -> list[Output]:
     """Return the tensors of ``adapter`` among ``weights``, under the names that peft gives them."""
     found: dict[str, Output] = {}
     words, before = words_of(stored.model.get("config")), words_of(base_config(config))

@@ -26,7 +26,7 @@ from torch import Tensor
 from shardengine.checkpoint import index
 from shardengine.errors import CheckpointError, ShardEngineError, UsageError
 from shardengine.interchange import options
-from shardengine.interchange.dcp_files import METADATA, Store
+from shardengine.interchange.dcp_files import METADATA, DcpStore
 from shardengine.interchange.foreign import Foreign, ForeignParameter, digest, named, whole_number
 from shardengine.kernels import STATE_NAMES
 from shardengine.sharding import WEIGHT
@@ -51,7 +51,7 @@ def read(directory: str | Path, buffers: Collection[str] = ()) -> Foreign:
     buffers: names of floating-point buffers, which a state dict does not distinguish from frozen parameters.
     """
     try:
-        return _read(Store(Path(directory)), buffers)
+        return _read(DcpStore(Path(directory)), buffers)
     except ShardEngineError:
         raise
     except _UNEXPECTED as error:
@@ -61,12 +61,12 @@ def read(directory: str | Path, buffers: Collection[str] = ()) -> Foreign:
         ) from error
 
 
-def _read(store: Store, buffers: Collection[str]) -> Foreign:
+def _read(store: DcpStore, buffers: Collection[str]) -> Foreign:
     keys = _Keys.of(store)
     if unknown := sorted(set(buffers) - keys.model.keys()):
         raise UsageError(f"{store.place}: expected names of the model's tensors as buffers, got {', '.join(unknown)}")
     notes = [f"{'.'.join(path)}: part of neither a model nor an optimizer" for path in keys.other]
-    optimizer = _Optimizer.of(store, keys, notes)
+    optimizer = _DcpOptimizer.of(store, keys, notes)
     names, held_buffers = _sort(store, keys, optimizer.group_of, buffers, notes)
     lost = sorted(optimizer.group_of.keys() - {name for row in names for name in row})
     if lost:
@@ -88,7 +88,7 @@ def _read(store: Store, buffers: Collection[str]) -> Foreign:
     )
 
 
-def _parameter(store: Store, keys: _Keys, names: tuple[str, ...], optimizer: _Optimizer) -> ForeignParameter:
+def _parameter(store: DcpStore, keys: _Keys, names: tuple[str, ...], optimizer: _DcpOptimizer) -> ForeignParameter:
     group_of = optimizer.group_of
     first = next((name for name in names if name in group_of), names[0])
     meta, states = store.tensors[keys.model[first]], optimizer.states.get(first, {})
@@ -105,11 +105,11 @@ def _parameter(store: Store, keys: _Keys, names: tuple[str, ...], optimizer: _Op
     )
 
 
-def _reader(store: Store, keys: Mapping[str, str]) -> Callable[[str], Tensor]:
+def _reader(store: DcpStore, keys: Mapping[str, str]) -> Callable[[str], Tensor]:
     return lambda state: store.tensor(keys[state])
 
 
-def _counters(store: Store, keys: _Keys, optimizer: _Optimizer) -> tuple[int, int, int]:
+def _counters(store: DcpStore, keys: _Keys, optimizer: _DcpOptimizer) -> tuple[int, int, int]:
     """Return (global steps, samples, micro-steps): those of our own export, else the optimizer's number of steps."""
     if keys.counters:
         ours = (keys.counters.get(name) for name in index.COUNTERS)
@@ -145,7 +145,7 @@ class _Keys:
     other: list[tuple[str, ...]]
 
     @staticmethod
-    def of(store: Store) -> _Keys:
+    def of(store: DcpStore) -> _Keys:
         """Sort the keys of a checkpoint by their paths; ``UsageError`` if there is no model among them."""
         paths, found = store.paths(), _Keys({}, {}, {}, [])
         depth = next((d for d in (0, 1) for path in paths.values() if len(path) > d + 1 and path[d] in _MODELS), None)
@@ -163,7 +163,7 @@ class _Keys:
             raise UsageError(f"{store.place}: expected the tensors of a model, there are none")
         return found
 
-    def _sort_below(self, depth: int, store: Store, paths: Mapping[str, tuple[str, ...]]) -> None:
+    def _sort_below(self, depth: int, store: DcpStore, paths: Mapping[str, tuple[str, ...]]) -> None:
         for key, path in paths.items():
             head, rest = (path[depth], path[depth + 1 :]) if len(path) > depth + 1 else ("", ())
             if head in _MODELS and key in store.tensors:
@@ -177,7 +177,7 @@ class _Keys:
 
 
 @dataclass(frozen=True)
-class _Optimizer:
+class _DcpOptimizer:
     """The optimizer of a checkpoint.
 
     kind: our name for it, None if we have no such optimizer or there is none · groups: their options, if ``kind`` is
@@ -192,7 +192,7 @@ class _Optimizer:
     counts: dict[str, int | None]
 
     @staticmethod
-    def of(store: Store, keys: _Keys, notes: list[str]) -> _Optimizer:
+    def of(store: DcpStore, keys: _Keys, notes: list[str]) -> _DcpOptimizer:
         """Read the optimizer from its keys; add everything that is not imported to ``notes``."""
         states, rows = _optimizer_rows(store, keys, notes)
         groups = [group for _, group in rows]
@@ -204,7 +204,7 @@ class _Optimizer:
             for name, row in states.items()
         }
         taken = options.options_of(groups, kind, notes) if kind is not None else []
-        found = _Optimizer(kind, taken, group_of, tensors, counts)
+        found = _DcpOptimizer(kind, taken, group_of, tensors, counts)
         found._note_the_rest(notes)
         return found
 
@@ -213,7 +213,7 @@ class _Optimizer:
         there = self.states.get(name, {})
         return tuple(state for state in STATE_NAMES.get(self.kind or "", ()) if state in there)
 
-    def steps(self, store: Store, name: str) -> int:
+    def steps(self, store: DcpStore, name: str) -> int:
         """Return the steps of a parameter ([Note: Steps that nobody counted]); CheckpointError if it lacks a state."""
         count, held = self.counts[name], self.held(name)
         missing = set(options.states_of(self.kind, [self.groups[self.group_of[name]]])) - set(held)
@@ -247,7 +247,7 @@ class _Optimizer:
 
 
 def _optimizer_rows(
-    store: Store, keys: _Keys, notes: list[str]
+    store: DcpStore, keys: _Keys, notes: list[str]
 ) -> tuple[dict[str, dict[str, str]], list[tuple[list[str], dict[str, Any]]]]:
     """Return (name → state → key, per group (names, options)), from flattened or nested optimizer keys."""
     states: dict[str, dict[str, str]] = {}
@@ -295,7 +295,7 @@ def _optimizer_rows(
     return states, rows
 
 
-def _count(store: Store, states: Mapping[str, str], group: Mapping[str, Any]) -> int | None:
+def _count(store: DcpStore, states: Mapping[str, str], group: Mapping[str, Any]) -> int | None:
     """Return the number of steps in a parameter's state or its group; None if it is in neither."""
     key = states.get("step")
     if key is None and "step" not in group:
@@ -305,7 +305,7 @@ def _count(store: Store, states: Mapping[str, str], group: Mapping[str, Any]) ->
 
 
 def _sort(
-    store: Store, keys: _Keys, group_of: Mapping[str, int], told: Collection[str], notes: list[str]
+    store: DcpStore, keys: _Keys, group_of: Mapping[str, int], told: Collection[str], notes: list[str]
 ) -> tuple[list[tuple[str, ...]], dict[str, Tensor]]:
     """Sort the tensors of a model into (names of each parameter, buffers).
 
@@ -341,7 +341,7 @@ def _sort(
     return sorted(rows, key=lambda row: order[row[0]]), buffers
 
 
-def _ties(store: Store, keys: _Keys, stepped: list[str], rest: list[str]) -> dict[str, str | None]:
+def _ties(store: DcpStore, keys: _Keys, stepped: list[str], rest: list[str]) -> dict[str, str | None]:
     """Return for each of ``rest`` the parameter that it is another name of, None if there is none.
 
     Such a parameter is in ``stepped`` or earlier in ``rest``, and has the same shape, dtype and values. Only tensors

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from shardengine.interchange.dcp import COUNTERS
-from shardengine.interchange.stored import Stored
+from shardengine.interchange.stored import StoredCheckpoint
 from shardengine.interchange.weight_files import rounded, weights
 from shardengine.optim import Lion
 
@@ -36,7 +36,7 @@ _CLASSES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def write(stored: Stored, directory: Path, *, dtype: torch.dtype | None, as_trained: bool) -> list[str]:
+def write(stored: StoredCheckpoint, directory: Path, *, dtype: torch.dtype | None, as_trained: bool) -> list[str]:
     """Write weights, buffers and optimizer; return notes for the user.
 
     dtype: of the parameters. None: the stored one (fp32 for parameters with master weights), or with ``as_trained``
@@ -61,7 +61,7 @@ def write(stored: Stored, directory: Path, *, dtype: torch.dtype | None, as_trai
 
 
 def _model(
-    stored: Stored, dtype: torch.dtype | None, late: dict[str, Callable[[], Tensor]], *, exact: bool
+    stored: StoredCheckpoint, dtype: torch.dtype | None, late: dict[str, Callable[[], Tensor]], *, exact: bool
 ) -> dict[str, Any]:
     """Return every tensor under each of its names in a module's ``state_dict``. exact: as stored, without rounding."""
     aliases = {row["names"][0]: row["names"] for row in stored.parameters}
@@ -78,7 +78,7 @@ def _model(
     return found
 
 
-def _optimizer(stored: Stored, late: dict[str, Callable[[], Tensor]]) -> dict[str, Any]:
+def _optimizer(stored: StoredCheckpoint, late: dict[str, Callable[[], Tensor]]) -> dict[str, Any]:
     """Return both forms of ``get_optimizer_state_dict``: states by name, groups by number and, flattened, by name."""
     saved = stored.index["optimizer"]
     kind = saved["kind"]

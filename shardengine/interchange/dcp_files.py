@@ -31,7 +31,7 @@ from shardengine.interchange.unpickling import Inert, load_plain, refusal
 METADATA = ".metadata"
 
 
-class Store(FileSystemReader):
+class DcpStore(FileSystemReader):
     """Torch's reader for one checkpoint, with metadata that was read safely; gives tensors and values by key."""
 
     def __init__(self, place: Path) -> None:

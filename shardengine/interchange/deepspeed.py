@@ -25,9 +25,9 @@ from shardengine.errors import CheckpointError, ShardEngineError, UsageError
 from shardengine.interchange import options, unsharded
 from shardengine.interchange.foreign import Foreign, ForeignParameter, named, whole_number
 from shardengine.interchange.shards import (
-    Part,
-    Row,
     Shapes,
+    ShardPart,
+    ShardRow,
     base_state,
     need,
     rows_by_group,
@@ -81,10 +81,10 @@ def _read(files: _Files) -> Foreign:
     parts = []
     for path in files.optimizers:
         content = need(load_torch(path), "optimizer_state_dict", Mapping, path)
-        parts.append(Part(path, content))
+        parts.append(ShardPart(path, content))
     level = _level(parts)
     _require_all_ranks(files, models[0], parts, level)
-    return _Reader(files, models, parts, level).foreign()
+    return _DeepSpeedReader(files, models, parts, level).foreign()
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def _refuse_other_forms(files: _Files, model: Mapping[str, Any]) -> None:
         )
 
 
-def _level(parts: list[Part]) -> int:
+def _level(parts: list[ShardPart]) -> int:
     """Return the ZeRO stage of the files: 0 to 3."""
     if not parts:
         return 0
@@ -161,7 +161,7 @@ def _level(parts: list[Part]) -> int:
     return int(level)
 
 
-def _require_all_ranks(files: _Files, model: Mapping[str, Any], parts: list[Part], level: int) -> None:
+def _require_all_ranks(files: _Files, model: Mapping[str, Any], parts: list[ShardPart], level: int) -> None:
     if not parts:
         if model.get("param_shapes") is not None or len(files.models) > 1:
             raise CheckpointError(f"{files.models[0].parent}: the files *_optim_states.pt of all ranks are missing")
@@ -183,10 +183,10 @@ def _require_all_ranks(files: _Files, model: Mapping[str, Any], parts: list[Part
         )
 
 
-class _Reader:
+class _DeepSpeedReader:
     """Assembles a ``Foreign`` from the files."""
 
-    def __init__(self, files: _Files, models: list[Mapping[str, Any]], parts: list[Part], level: int) -> None:
+    def __init__(self, files: _Files, models: list[Mapping[str, Any]], parts: list[ShardPart], level: int) -> None:
         self._path, self._models, self._parts, self._level = files.models[0], models, parts, level
         self._model = models[0]
         self._notes: list[str] = []
@@ -257,7 +257,7 @@ class _Reader:
             names.setdefault(first, []).append(name)
         return {first: tuple(all_names) for first, all_names in names.items()}
 
-    def _optimizer(self) -> tuple[dict[str, Row], list[dict[str, Any]]]:
+    def _optimizer(self) -> tuple[dict[str, ShardRow], list[dict[str, Any]]]:
         """Return the rows of the optimizer by parameter name, and the options of its groups."""
         skipped = self._model.get("skipped_steps", 0)
         steps = self._count("global_steps") - (skipped if isinstance(skipped, int) else 0)
@@ -278,7 +278,7 @@ class _Reader:
             return {}, []
         return found, [dict(group) for group in optimizer.get("optimizer_state_dict", optimizer)["param_groups"]]
 
-    def _parameter(self, names: tuple[str, ...], rows: Mapping[str, Row], kind: str | None) -> ForeignParameter:
+    def _parameter(self, names: tuple[str, ...], rows: Mapping[str, ShardRow], kind: str | None) -> ForeignParameter:
         row = next((rows[name] for name in names if name in rows), None)
         low = self._weights[names[0]]
         if row is None:
@@ -295,7 +295,7 @@ class _Reader:
             names, shape, low.dtype, True, row.group if kind else -1, row.steps, (WEIGHT, *states), read
         )
 
-    def _checked(self, name: str, row: Row) -> Callable[[str], Tensor]:
+    def _checked(self, name: str, row: ShardRow) -> Callable[[str], Tensor]:
         """Return ``row.read``, with a check that the master weight rounds to the model's weight.
 
         If it does not, the files are from different saves, and the reader raises CheckpointError.

@@ -16,7 +16,7 @@ import torch
 from shardengine.checkpoint import write_text
 from shardengine.errors import UsageError
 from shardengine.interchange import adapters, weight_files
-from shardengine.interchange.stored import Stored
+from shardengine.interchange.stored import StoredCheckpoint
 from shardengine.interchange.weight_files import Output
 
 TOKENIZER_FILES = (
@@ -27,13 +27,13 @@ TOKENIZER_FILES = (
 _METADATA = {"format": "pt"}
 
 
-def has_adapters(stored: Stored) -> bool:
+def has_adapters(stored: StoredCheckpoint) -> bool:
     """Return whether the model was wrapped by peft."""
     return bool(stored.model.get("peft"))
 
 
 def read_model(place: Path) -> dict[str, Any]:
-    """Return the facts about the model in a Hugging Face directory, as ``Stored.model``; UsageError if it is none."""
+    """Return the facts about the model in a Hugging Face directory, as ``StoredCheckpoint.model``; UsageError if none."""
     expected = f"--config {place}: expected a directory with config.json that names one class in 'architectures'"
     found: dict[str, Any] = {}
     try:
@@ -49,7 +49,12 @@ def read_model(place: Path) -> dict[str, Any]:
 
 
 def write(
-    stored: Stored, directory: Path, *, dtype: torch.dtype | None, largest: int, model: dict[str, Any] | None = None
+    stored: StoredCheckpoint,
+    directory: Path,
+    *,
+    dtype: torch.dtype | None,
+    largest: int,
+    model: dict[str, Any] | None = None,
 ) -> list[str]:
     """Write config, generation config and weights of a model; return notes on anything missing from the output.
 
@@ -83,7 +88,9 @@ def write(
     return notes
 
 
-def _with_aliases(stored: Stored, outputs: list[Output], config: dict[str, Any]) -> tuple[list[Output], list[str]]:
+def _with_aliases(
+    stored: StoredCheckpoint, outputs: list[Output], config: dict[str, Any]
+) -> tuple[list[Output], list[str]]:
     """Return ``outputs``, plus tied tensors under their other names if from_pretrained does not tie them; and notes.
 
     from_pretrained ties embeddings (one row per word) if the config enables it.
@@ -103,7 +110,9 @@ def _with_aliases(stored: Stored, outputs: list[Output], config: dict[str, Any])
     return written, notes
 
 
-def write_adapters(stored: Stored, directory: Path, *, dtype: torch.dtype | None, adapter: str | None) -> list[str]:
+def write_adapters(
+    stored: StoredCheckpoint, directory: Path, *, dtype: torch.dtype | None, adapter: str | None
+) -> list[str]:
     """Write only the adapters: "default", or the one requested, into ``directory``, others into subdirectories; notes.
 
     A subdirectory has the name of its adapter.
@@ -125,7 +134,7 @@ def write_adapters(stored: Stored, directory: Path, *, dtype: torch.dtype | None
     return list(dict.fromkeys(notes))  # adapters share a base
 
 
-def write_plain(stored: Stored, directory: Path, *, dtype: torch.dtype | None, largest: int) -> list[str]:
+def write_plain(stored: StoredCheckpoint, directory: Path, *, dtype: torch.dtype | None, largest: int) -> list[str]:
     """Write all weights and buffers under their own names; tied names go to the metadata, as in `save_pretrained`."""
     tied = {alias: row["names"][0] for row in stored.parameters for alias in row["names"][1:]}
     metadata = _METADATA | ({"tied": json.dumps(tied)} if tied else {})  # two keys have no order in safetensors

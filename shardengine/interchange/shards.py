@@ -31,7 +31,7 @@ Shapes = list[dict[str, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
-class Row:
+class ShardRow:
     """A parameter that the optimizer steps. read: "weight" or a state → the whole tensor, fp32."""
 
     shape: tuple[int, ...]
@@ -42,7 +42,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Part:
+class ShardPart:
     """One rank's file: its path, and its contents under "optimizer_state_dict"."""
 
     path: Path
@@ -73,7 +73,7 @@ def need(source: Any, key: str, kind: type | tuple[type, ...], path: Path) -> An
     return value
 
 
-def base_state(part: Part) -> Mapping[str, Any]:
+def base_state(part: ShardPart) -> Mapping[str, Any]:
     """Return the state dict of the base optimizer: "state" and "param_groups"."""
     for key in ("base_optimizer_state", "optimizer_state_dict"):
         if isinstance(part.content.get(key), list):
@@ -89,7 +89,7 @@ def base_state(part: Part) -> Mapping[str, Any]:
     raise CheckpointError(f"{part.path}: expected 'base_optimizer_state' or 'optimizer_state_dict', it has neither")
 
 
-def rows_by_group(parts: list[Part], shapes: Shapes, default_steps: int) -> dict[str, Row]:
+def rows_by_group(parts: list[ShardPart], shapes: Shapes, default_steps: int) -> dict[str, ShardRow]:
     """Return parameter name → its row in the ranks' files, for stages 1 and 2."""
     segments = _segments(parts, "single_partition_of_fp32_groups", len(shapes), default_steps)
     paddings = parts[0].content.get("param_alignment_paddings") or [[0] * len(group) for group in shapes]
@@ -111,7 +111,7 @@ def rows_by_group(parts: list[Part], shapes: Shapes, default_steps: int) -> dict
     return rows
 
 
-def rows_by_parameter(parts: list[Part], shapes: Shapes, default_steps: int) -> dict[str, Row]:
+def rows_by_parameter(parts: list[ShardPart], shapes: Shapes, default_steps: int) -> dict[str, ShardRow]:
     """Return parameter name → its row in the ranks' files, for stage 3."""
     rows = {}
     ranks = len(parts)
@@ -138,7 +138,7 @@ def whole_of_shards(shards: list[Tensor], shape: tuple[int, ...]) -> Tensor:
     return flat[: prod(shape)].reshape(shape).clone()
 
 
-def _segments(parts: list[Part], key: str, count: int, default_steps: int) -> list[_Segment]:
+def _segments(parts: list[ShardPart], key: str, count: int, default_steps: int) -> list[_Segment]:
     bases = [base_state(part) for part in parts]
     weights = [part.get(key, list) for part in parts]
     found: list[_Segment] = []
@@ -167,7 +167,7 @@ def steps_of(state: Mapping[str, Any], options: Mapping[str, Any], default: int,
     return whole_number(state.get("step", options.get("step", default)), f"{where}: 'step' of the optimizer")
 
 
-def _flat(value: Any, part: Part) -> Tensor:
+def _flat(value: Any, part: ShardPart) -> Tensor:
     if not isinstance(value, Tensor) or value.dim() != 1 or not value.is_floating_point():
         form = f" {value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
         raise CheckpointError(
@@ -176,8 +176,8 @@ def _flat(value: Any, part: Part) -> Tensor:
     return value.detach()
 
 
-def _row(segment: _Segment, shape: tuple[int, ...], read: Callable[[str], Tensor]) -> Row:
-    return Row(shape, segment.group, segment.steps, tuple(name for name in segment.flats if name != WEIGHT), read)
+def _row(segment: _Segment, shape: tuple[int, ...], read: Callable[[str], Tensor]) -> ShardRow:
+    return ShardRow(shape, segment.group, segment.steps, tuple(name for name in segment.flats if name != WEIGHT), read)
 
 
 def _from_vector(segment: _Segment, first: int, shape: tuple[int, ...]) -> Callable[[str], Tensor]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardengine.checkpoint import DTYPES, Reader, directory, index
+from shardengine.checkpoint import DTYPES, BlockReader, directory, index
 from shardengine.errors import CheckpointError, UsageError
 from shardengine.optim import AVERAGE
 from shardengine.sharding import BUFFER, WEIGHT
@@ -76,7 +76,7 @@ def listed(folder: Path) -> list[str]:
     return [*found, *(tag for tag in broken if tag not in found)]
 
 
-class Stored:
+class StoredCheckpoint:
     """One checkpoint, open for reading. Damage raises CheckpointError with file and parameter."""
 
     def __init__(self, place: Path, *, averages: bool = False) -> None:
@@ -98,11 +98,11 @@ class Stored:
                 f'{place}: the checkpoint has no averages of the weights: expected one of a training with "ema": '
                 '{"decay": …} in its config'
             )
-        self._reader = Reader(place, self.index["files"], self.index["chunk_bytes"])
+        self._reader = BlockReader(place, self.index["files"], self.index["chunk_bytes"])
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._verified: set[tuple[str, int]] = set()
 
-    def __enter__(self) -> Stored:
+    def __enter__(self) -> StoredCheckpoint:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -171,7 +171,7 @@ class Stored:
                 self._reader.read(run.file, offset, values)
                 yield values
 
-    def _runs(self, name: str, state: str) -> list[index.Stored]:
+    def _runs(self, name: str, state: str) -> list[index.StoredRange]:
         """Return stored intervals that hold every element once, in order; CheckpointError if elements are missing."""
         dtype, kept = self.dtype(name, state), self._entries.get((name, state), (None, []))[1]
         if state == BUFFER and self.index["own_buffers"]:
@@ -182,7 +182,7 @@ class Stored:
                 break
             if piece.end > reached:
                 offset = piece.offset + (reached - piece.first) * dtype.itemsize
-                runs.append(index.Stored(piece.file, reached, piece.end, offset))
+                runs.append(index.StoredRange(piece.file, reached, piece.end, offset))
                 reached = piece.end
         if reached != math.prod(self.shape(name, state)):
             raise CheckpointError(f"{self.place}: {name} ({state}): some of its elements are in no file")
@@ -211,7 +211,7 @@ class Damaged:
 def damages(place: Path, saved: dict[str, Any]) -> list[Damaged]:
     """Return all damage in the files of the checkpoint with the index ``saved``; reads every file completely."""
     found = []
-    with Reader(place, saved["files"], saved["chunk_bytes"]) as reader:
+    with BlockReader(place, saved["files"], saved["chunk_bytes"]) as reader:
         for file in sorted(saved["files"]):
             size, at, whats, holds = saved["files"][file]["bytes"], 0, [], []
             while (damage := reader.damage(file, [(at, size)] if at < size else [])) is not None:
@@ -231,7 +231,7 @@ def model_of(saved: dict[str, Any]) -> dict[str, Any]:
     return model if isinstance(model, dict) and isinstance(model.get("peft") or {}, dict) else {}
 
 
-def weight_of(stored: Stored, row: dict[str, Any]) -> tuple[str, str]:
+def weight_of(stored: StoredCheckpoint, row: dict[str, Any]) -> tuple[str, str]:
     """Return (first name, state) to read for a row of ``stored.parameters`` or ``stored.buffers``."""
     if "names" not in row:
         return row["name"], BUFFER

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shardengine.interchange.foreign import digest
-from shardengine.interchange.shards import Row, steps_of
+from shardengine.interchange.shards import ShardRow, steps_of
 from shardengine.sharding import WEIGHT
 
 _MOST_WAYS = 50_000
@@ -57,7 +57,7 @@ class _Group:
 
 def rows_of(
     optimizer: Mapping[str, Any], weights: Mapping[str, Tensor], default_steps: int, notes: list[str]
-) -> dict[str, Row] | None:
+) -> dict[str, ShardRow] | None:
     """Return parameter name → its row in the optimizer; None if no assignment fits, or several do.
 
     optimizer: the state dict of a torch optimizer, or of DeepSpeed's for half precision · weights: the model's
@@ -169,7 +169,7 @@ def _tensors(state: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(name for name, value in state.items() if isinstance(value, Tensor) and name != "step")
 
 
-def _row(number: int, group: _Group, position: int, weight: Tensor, default_steps: int) -> Row:
+def _row(number: int, group: _Group, position: int, weight: Tensor, default_steps: int) -> ShardRow:
     state, shape = group.states[0 if group.flat else position], tuple(weight.shape)
 
     def read(name: str) -> Tensor:
@@ -182,4 +182,4 @@ def _row(number: int, group: _Group, position: int, weight: Tensor, default_step
         return whole.detach().to(torch.float32).reshape(shape)
 
     steps = steps_of(state, group.options, default_steps, "optimizer state of stage 0")
-    return Row(shape, number, steps, _tensors(state), read)
+    return ShardRow(shape, number, steps, _tensors(state), read)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardengine.checkpoint import Stream, header_of, write_text
 from shardengine.errors import UsageError
-from shardengine.interchange.stored import Stored, weight_of
+from shardengine.interchange.stored import StoredCheckpoint, weight_of
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Output:
         return self.shape.numel() * self.dtype.itemsize
 
 
-def weights(stored: Stored, dtype: torch.dtype | None) -> list[Output]:
+def weights(stored: StoredCheckpoint, dtype: torch.dtype | None) -> list[Output]:
     """Return every parameter, tied ones once under the first name, then every buffer.
 
     dtype: of the parameters; None for the dtype that each was trained in. Buffers, and parameters of integer or 8-bit
@@ -51,7 +51,13 @@ def weights(stored: Stored, dtype: torch.dtype | None) -> list[Output]:
 
 
 def write(
-    stored: Stored, outputs: Sequence[Output], directory: Path, *, stem: str, largest: int, metadata: dict[str, str]
+    stored: StoredCheckpoint,
+    outputs: Sequence[Output],
+    directory: Path,
+    *,
+    stem: str,
+    largest: int,
+    metadata: dict[str, str],
 ) -> None:
     """Write ``stem``.safetensors, or several files and their index if it would exceed ``largest`` bytes."""
     shards: list[list[Output]] = []
@@ -78,7 +84,7 @@ def write(
         _write_file(stored, directory / name, shard, metadata)
 
 
-def _write_file(stored: Stored, path: Path, outputs: list[Output], metadata: dict[str, str]) -> None:
+def _write_file(stored: StoredCheckpoint, path: Path, outputs: list[Output], metadata: dict[str, str]) -> None:
     ordered = sorted(outputs, key=lambda output: -output.dtype.itemsize)  # every tensor then starts aligned
     head, _, _ = header_of([(output.name, output.dtype, output.shape) for output in ordered], metadata)
     with Stream(path) as stream:

@@ -23,7 +23,7 @@ from shardengine.sharding import BUFFER, WEIGHT
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _WrittenEntry:
     """A whole tensor to write."""
 
     name: str
@@ -76,7 +76,7 @@ def _unwritten(place: Path, error: OSError) -> CheckpointError:
     return CheckpointError(f"{place} could not be written: {error.strerror or error}")
 
 
-def _bytes_of(entry: _Entry, source: str) -> Tensor:
+def _bytes_of(entry: _WrittenEntry, source: str) -> Tensor:
     expected = f"{entry.name} ({entry.state}): expected {_text(entry.dtype)} {entry.shape} from {source}"
     try:
         value = entry.read().detach()
@@ -89,7 +89,7 @@ def _bytes_of(entry: _Entry, source: str) -> Tensor:
     return value.contiguous().reshape(-1).view(torch.uint8)
 
 
-def _entries(foreign: Foreign) -> Iterator[_Entry]:
+def _entries(foreign: Foreign) -> Iterator[_WrittenEntry]:
     made = options.states_of(foreign.kind, foreign.groups)
     for parameter in foreign.parameters:
         stepped = parameter.is_stepped and foreign.kind is not None
@@ -100,21 +100,23 @@ def _entries(foreign: Foreign) -> Iterator[_Entry]:
             elif not parameter.steps or state not in own:
                 yield _zeros(parameter, state)
     for name, buffer in foreign.buffers.items():
-        yield _Entry(name, BUFFER, buffer.dtype, tuple(buffer.shape), lambda buffer=buffer: buffer)  # type: ignore[misc]
+        yield _WrittenEntry(name, BUFFER, buffer.dtype, tuple(buffer.shape), lambda buffer=buffer: buffer)  # type: ignore[misc]
 
 
-def _stored(parameter: ForeignParameter, state: str) -> _Entry:
+def _stored(parameter: ForeignParameter, state: str) -> _WrittenEntry:
     dtype = torch.float32 if state != WEIGHT or parameter.is_stepped else parameter.dtype
-    return _Entry(parameter.names[0], state, dtype, parameter.shape, lambda: parameter.read(state).to(dtype))
+    return _WrittenEntry(parameter.names[0], state, dtype, parameter.shape, lambda: parameter.read(state).to(dtype))
 
 
-def _zeros(parameter: ForeignParameter, state: str) -> _Entry:
+def _zeros(parameter: ForeignParameter, state: str) -> _WrittenEntry:
     """Return zeros for a state that the source lacks.
 
     Either torch creates it at the first step, or its group has no such state but another group has: our optimizer keeps
     a state for every group or for none.
     """
-    return _Entry(parameter.names[0], state, torch.float32, parameter.shape, lambda: torch.zeros(parameter.shape))
+    return _WrittenEntry(
+        parameter.names[0], state, torch.float32, parameter.shape, lambda: torch.zeros(parameter.shape)
+    )
 
 
 def _text(dtype: torch.dtype) -> str:

@@ -31,13 +31,13 @@ from shardengine.optim.arithmetic import check_options
 from shardengine.optim.averages import AVERAGE
 from shardengine.optim.lion import Lion
 from shardengine.optim.loss_scale import LossScaler
-from shardengine.optim.matrices import Plan as MatrixPlan
+from shardengine.optim.matrices import MatrixPlan
 from shardengine.optim.muon_with_adamw import MuonWithAdamW, hidden_matrices
 from shardengine.optim.needs import Needs
 from shardengine.optim.optimizer import EngineCalls, OptimizerForm, ShardedOptimizer
 from shardengine.optim.options import check_groups, stays
 from shardengine.optim.resolve import check_not_ignored, check_owned, groups_for, lend
-from shardengine.optim.update import Settings, Verdict
+from shardengine.optim.update import StepSettings, Verdict
 
 __all__ = [
     "AVERAGE",
@@ -48,8 +48,8 @@ __all__ = [
     "MuonWithAdamW",
     "Needs",
     "OptimizerForm",
-    "Settings",
     "ShardedOptimizer",
+    "StepSettings",
     "Verdict",
     "check_groups",
     "check_not_ignored",

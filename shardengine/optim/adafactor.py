@@ -66,7 +66,7 @@ def kind_of(made_by: type[torch.optim.Optimizer]) -> str | None:
 
 
 @dataclass(frozen=True)
-class _Options:
+class _AdafactorOptions:
     """The options of a group in step number ``step``.
 
     take: weight of the new mean in the update of a state · added: to means of squares · least: lower bound of a mean
@@ -84,7 +84,7 @@ class _Options:
     group: Mapping[str, Any]
 
     @classmethod
-    def of(cls, group: Mapping[str, Any], step: int) -> _Options:
+    def of(cls, group: Mapping[str, Any], step: int) -> _AdafactorOptions:
         first, _ = group["eps"]
         if "beta2_decay" in group:
             least = torch.finfo(torch.float32).eps if first is None else first
@@ -111,7 +111,7 @@ class _New:
     """Results for one parameter in the running step. kept: its state after the step, fp32 · scales: of rows and
     columns, fp64 · size: the root mean square of its weights · divisor: of its direction."""
 
-    options: _Options
+    options: _AdafactorOptions
     kept: Tensor
     scales: Tensor
     size: float
@@ -204,10 +204,10 @@ class Adafactor(Arithmetic):
             new = self._new[specs[number].name]
             new.divisor = max(1.0, size / new.options.threshold)
 
-    def _options(self, groups: Sequence[dict[str, Any]], index: int, step: int) -> _Options:
+    def _options(self, groups: Sequence[dict[str, Any]], index: int, step: int) -> _AdafactorOptions:
         try:
             self.check_options(groups[index], "step", index, groups[0])
-            return _Options.of(groups[index], step)
+            return _AdafactorOptions.of(groups[index], step)
         except (TypeError, ValueError, KeyError, IndexError) as error:
             options = {key: value for key, value in groups[index].items() if key not in ("params", "param_names")}
             raise UsageError(
@@ -215,7 +215,7 @@ class Adafactor(Arithmetic):
                 f"class was made with, numbers where they were numbers, got {str(options)[:300]} ({error})"
             ) from error
 
-    def _advance(self, spec: ParameterSpec, options: _Options, found: Tensor, size: float) -> _New:
+    def _advance(self, spec: ParameterSpec, options: _AdafactorOptions, found: Tensor, size: float) -> _New:
         """Return the state after this step. found: sums of squares of the gradient's rows, then of its columns · size:
         as in ``_New``."""
         form = _form(spec)
@@ -240,7 +240,7 @@ class Adafactor(Arithmetic):
 
     def action(self, group: dict[str, Any], index: int, step: int, seed: int | None) -> Action:
         """See ``Arithmetic``."""
-        return _Step(self, None if seed is None else Noise(seed, step))
+        return _AdafactorStep(self, None if seed is None else Noise(seed, step))
 
     def step_slice(self, flats: Mapping[str, Tensor], span: Span, factor: Tensor | None, noise: Noise | None) -> None:
         """Step elements ``span`` of one parameter. ``span.first`` is a number in the order of all parameters of the
@@ -272,7 +272,7 @@ class Adafactor(Arithmetic):
 
 
 @dataclass(frozen=True)
-class _Step:
+class _AdafactorStep:
     """The step of the weights, once the sums are known."""
 
     arithmetic: Adafactor

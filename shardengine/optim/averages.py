@@ -29,7 +29,7 @@ _AT_ONCE = 2**20
 """Elements per chunk; bounds the scratch memory."""
 
 
-class Begin:
+class BeginAverage:
     """Set the average of elements to their weights."""
 
     def __call__(

@@ -20,7 +20,7 @@ from shardengine.ddp import GradientBucket, StepState
 from shardengine.errors import InternalError, UsageError
 from shardengine.offload import CopyQueue, ShardStore
 from shardengine.optim.arithmetic import Action
-from shardengine.optim.update import Part, Work, compute, send, written
+from shardengine.optim.update import BucketWork, Part, compute, send, written
 from shardengine.sharding import MASTER
 
 
@@ -100,7 +100,7 @@ class StepsInBackward:
                 next_one.prefetch()
             flats["weight"], flats["gradient"] = flats.pop(MASTER), gradient
             try:
-                compute(flats, Work(parts), low, {})
+                compute(flats, BucketWork(parts), low, {})
                 if bucket.writes_file:  # the whole slice is written
                     low.copy_(flats["weight"])
                 store.check_in()

@@ -87,7 +87,7 @@ def owners_of(
     return found
 
 
-class Plan:
+class MatrixPlan:
     """Batches and owners of the matrices of a layout, and the slices of each matrix that each rank steps.
 
     whole: per optimizer group, whether it is stepped by whole matrices · state: the placement of states · work: the
@@ -191,7 +191,7 @@ class _Batch:
 class Exchange:
     """Sends the matrices of one step to their owners and back. tasks: by number of the matrix."""
 
-    def __init__(self, plan: Plan, collectives: Collectives, tasks: Mapping[int, OnMatrix], read: Read) -> None:
+    def __init__(self, plan: MatrixPlan, collectives: Collectives, tasks: Mapping[int, OnMatrix], read: Read) -> None:
         self._plan = plan
         self._collectives = collectives
         self._rank, self._ranks = collectives.mesh.place_on(plan.axis)

@@ -141,11 +141,11 @@ class Muon(Arithmetic):
         """See ``Arithmetic``."""
         if not uses_muon(group):
             return self._rest.action(group, index, step, seed)
-        return _Step(self, _Options.of(group), None if seed is None else Noise(seed, step))
+        return _MuonStep(self, _MuonOptions.of(group), None if seed is None else Noise(seed, step))
 
     def on_matrix(self, group: dict[str, Any]) -> OnMatrix | None:
         """See ``Arithmetic``."""
-        return _Options.of(group) if uses_muon(group) else None
+        return _MuonOptions.of(group) if uses_muon(group) else None
 
     def check_extended(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """See ``Arithmetic``."""
@@ -169,7 +169,7 @@ class Muon(Arithmetic):
 
 
 @dataclass(frozen=True)
-class _Options:
+class _MuonOptions:
     """The options of a group that uses Muon; the computations before and on whole matrices.
 
     See [Note: Two thirds by element].
@@ -185,7 +185,7 @@ class _Options:
     adjusts: str | None
 
     @classmethod
-    def of(cls, group: Mapping[str, Any]) -> _Options:
+    def of(cls, group: Mapping[str, Any]) -> _MuonOptions:
         rate = group["lr"]
         return cls(
             rate.item() if isinstance(rate, Tensor) else rate,
@@ -217,11 +217,11 @@ class _Options:
 
 
 @dataclass(frozen=True)
-class _Step:
+class _MuonStep:
     """The step of the weights, once the results of the matrices are back."""
 
     arithmetic: Muon
-    options: _Options
+    options: _MuonOptions
     noise: Noise | None
 
     def __call__(

@@ -68,7 +68,7 @@ class Needs:
         """Return the peak bytes that a step of ``rank`` needs for whole matrices or sums. state: the placement of
         states."""
         if not self.by_sums:
-            chosen = matrices.Plan(layout, self.whole, state)
+            chosen = matrices.MatrixPlan(layout, self.whole, state)
             return chosen.bytes_beside(chosen.place_of(rank))
         plan = sums.plan_of(layout, len(self.families), state)
         rank = plan.place_of(rank)
@@ -77,7 +77,7 @@ class Needs:
     def bytes_sent(self, layout: Layout, state: Placement, rank: int) -> int:
         """Return the bytes that ``rank`` sends for matrices or sums in a step if every parameter has a gradient."""
         if not self.by_sums:
-            chosen = matrices.Plan(layout, self.whole, state)
+            chosen = matrices.MatrixPlan(layout, self.whole, state)
             return chosen.bytes_sent(chosen.place_of(rank))
         plan = sums.plan_of(layout, len(self.families), state)
         return sums.bytes_sent(plan, plan.place_of(rank))

@@ -41,12 +41,22 @@ from shardengine.kernels import Spans, StateForm, misfit, narrow_state, widened_
 from shardengine.offload import HOST
 from shardengine.optim import matrices, sums, torch_hooks
 from shardengine.optim.arithmetic import Action, Arithmetic
-from shardengine.optim.averages import AVERAGE, Advance, Begin, Swap
+from shardengine.optim.averages import AVERAGE, Advance, BeginAverage, Swap
 from shardengine.optim.in_backward import StepsInBackward
 from shardengine.optim.needs import Forms, Needs, stored_forms
 from shardengine.optim.options import rate_of
 from shardengine.optim.torch_hooks import StatesElsewhere
-from shardengine.optim.update import Label, Part, Segments, Settings, Update, Verdict, Work, rewrite_bucket, step_bucket
+from shardengine.optim.update import (
+    BucketWork,
+    Label,
+    Part,
+    Segments,
+    StepSettings,
+    Update,
+    Verdict,
+    rewrite_bucket,
+    step_bucket,
+)
 from shardengine.other_engines import read_from_optimizer
 from shardengine.sharding import MASTER, WEIGHT, Bucket, FlatSlice, Layout, ParameterSpec, slices_of
 from shardengine.stages import Placement
@@ -121,7 +131,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         form: OptimizerForm,
         layout: Layout,
         reducer: Reducer,
-        settings: Settings,
+        settings: StepSettings,
         calls: EngineCalls | None = None,
     ) -> None:
         if form.arithmetic is None:
@@ -171,7 +181,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.arithmetic.by_sums:
             self._plan = sums.plan_of(layout, len(self.param_groups), placement)
         else:
-            self._plan = matrices.Plan(layout, self.needs.whole, placement)
+            self._plan = matrices.MatrixPlan(layout, self.needs.whole, placement)
         reducer.serve(self)
 
     @property
@@ -546,7 +556,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Exchange the weights of one bucket after the other, and yield each."""
         specs = self._layout.parameters
         labels = [(spec.group, self._steps[n]) if spec.is_stepped else None for n, spec in enumerate(specs)]
-        yield from self._rewrite([Work(self._parts(spans_of)) for spans_of in self._segments.of(labels)])
+        yield from self._rewrite([BucketWork(self._parts(spans_of)) for spans_of in self._segments.of(labels)])
         self.arithmetic.end_step(self.param_groups)
 
     @property
@@ -556,13 +566,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def swap_averages(self) -> Iterator[Bucket]:
         """Exchange weights and their averages, one bucket after the other, and yield each."""
-        yield from self._rewrite([Work(self._to_all(Swap(), spans_of)) for spans_of in self._averaged()])
+        yield from self._rewrite([BucketWork(self._to_all(Swap(), spans_of)) for spans_of in self._averaged()])
 
     def begin_averages(self, numbers: Iterable[int]) -> None:
         """Set the averages of parameters ``numbers`` to their weights, after these were written."""
         chosen = set(numbers) if self.averages else set()
         labels = [(0, 0) if index in chosen else None for index in range(len(self._layout.parameters))]
-        works = [Work((), self._to_all(Begin(), spans_of)) for spans_of in self._segments.of(labels)]
+        works = [BucketWork((), self._to_all(BeginAverage(), spans_of)) for spans_of in self._segments.of(labels)]
         for _ in self._rewrite(works) if chosen else ():
             pass
 
@@ -578,7 +588,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _to_all(action: Action, spans_of: dict[Label, Spans]) -> list[Part]:
         return [(action, spans) for spans in spans_of.values()]
 
-    def _works(self, segments: list[dict[Label, Spans]], begin: int) -> Iterator[Work]:
+    def _works(self, segments: list[dict[Label, Spans]], begin: int) -> Iterator[BucketWork]:
         """Yield the work of the step on each bucket, from number ``begin`` on."""
         actions: dict[Label, Action] = {}
         firsts = self._averaged(first=True) if self.averages else [{}] * len(segments)
@@ -590,9 +600,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 actions[label] = self._action(label)
             parts = [(actions[label], spans) for label, spans in spans_of.items()]
             given = self.update.given(index) if self.update is not None and self.update.returned else {}
-            yield Work(parts, self._to_all(Begin(), first), self._to_all(advance, all_of), given)
+            yield BucketWork(parts, self._to_all(BeginAverage(), first), self._to_all(advance, all_of), given)
 
-    def _rewrite(self, works: list[Work]) -> Iterator[Bucket]:
+    def _rewrite(self, works: list[BucketWork]) -> Iterator[Bucket]:
         """Do ``works`` (one per bucket) on weights and states without a gradient, and yield each bucket."""
         self.await_reader()
         nothing: dict[str, Tensor | None] = {"factor": None, "skip": None}

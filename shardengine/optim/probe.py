@@ -139,7 +139,7 @@ def _gradients(cut: _Cut, number: int) -> list[Tensor]:
     return [each * _LARGE if number == _STEPS else each for each in _tensors(cut, number)]
 
 
-class _Way:
+class _Trial:
     """One way to make the steps of one group.
 
     Its workers live for all steps, or are renewed in each step. Each slice has a worker; the last slice shares that of
@@ -177,7 +177,7 @@ class _Way:
                 self._workers.take(worker, [part])
                 self.options[number] = options_of(worker.param_groups[0])
 
-    def difference(self, other: _Way) -> str:
+    def difference(self, other: _Trial) -> str:
         """Return the name of a value that differs from ``other``; "" if all are equal."""
         for one, two in zip(self._joined(), other._joined(), strict=True):
             if what := _difference(one, two):
@@ -214,7 +214,7 @@ def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     return ""
 
 
-def _compared(one: _Way, other: _Way, *, evenly: bool = False) -> str:
+def _compared(one: _Trial, other: _Trial, *, evenly: bool = False) -> str:
     """Return the name of a value that differed after some step. evenly: or that differed between slices and should
     not."""
     for number in range(1, _STEPS + 1):
@@ -268,8 +268,8 @@ def _for_trial(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _learn_group(workers: Workers, options: dict[str, Any], advice: str) -> Learnt:
-    name, whole = workers.name, _Way(workers, options, _whole)
-    if what := _compared(whole, _Way(workers, options, _whole)):
+    name, whole = workers.name, _Trial(workers, options, _whole)
+    if what := _compared(whole, _Trial(workers, options, _whole)):
         raise UsageError(
             f"optimizer {name}: two trials with the same numbers gave two results ({what}); expected a class without "
             "random numbers"
@@ -280,13 +280,13 @@ def _learn_group(workers: Workers, options: dict[str, Any], advice: str) -> Lear
             "param_groups"
         )
     for cut in (_flat, _sliced):
-        if what := _compared(_Way(workers, options, _whole), _Way(workers, options, cut), evenly=True):
+        if what := _compared(_Trial(workers, options, _whole), _Trial(workers, options, cut), evenly=True):
             raise UsageError(
                 f"optimizer {name}: it looks at whole tensors (a trial on slices of one gave other {what})"
                 f"{advice and f': {advice}'}; shards are slices of parameters: expected a class that steps each "
                 "element from that element alone, as most of torch.optim do, or AdamW with offload_optimizer"
             )
-    if what := _compared(_Way(workers, options, _sliced), _Way(workers, options, _sliced, anew=True)):
+    if what := _compared(_Trial(workers, options, _sliced), _Trial(workers, options, _sliced, anew=True)):
         raise UsageError(
             f"optimizer {name}: it keeps something outside of its state and of the options of its groups ({what} came "
             "out different without it): expected all of it in optimizer.state[parameter] and optimizer.param_groups"
@@ -294,7 +294,7 @@ def _learn_group(workers: Workers, options: dict[str, Any], advice: str) -> Lear
     return _learnt(workers, options, whole)
 
 
-def _learnt(workers: Workers, options: dict[str, Any], whole: _Way) -> Learnt:
+def _learnt(workers: Workers, options: dict[str, Any], whole: _Trial) -> Learnt:
     """Return the result of a trial whose steps were made."""
     name, matrix = workers.name, whole.slices[0]
     if whole.late:
@@ -333,7 +333,7 @@ def _try_together(workers: Workers, options: Sequence[dict[str, Any]]) -> None:
     """Raise unless all groups in one instance give the same results as each group alone."""
     if len(options) < 2:
         return
-    alone = [_Way(workers, each, _whole) for each in options]
+    alone = [_Trial(workers, each, _whole) for each in options]
     slices = [[Slice(each, None, None) for each in _tensors(_whole, 0)] for _ in options]
     worker = workers.make(list(zip(options, slices, strict=True)))
     if callable(getattr(workers.made_by, "train", None)):

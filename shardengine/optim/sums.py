@@ -19,7 +19,7 @@ from torch import Tensor
 from shardengine.comm import Chunks, Collectives, Named, Purpose
 from shardengine.kernels import Factored, Span, join_sums
 from shardengine.optim.arithmetic import Stepped
-from shardengine.optim.matrices import Cut, Plan
+from shardengine.optim.matrices import Cut, MatrixPlan
 from shardengine.sharding import Layout, ParameterSpec
 from shardengine.stages import Placement
 
@@ -33,9 +33,9 @@ Read = Callable[[int, bool], AbstractContextManager[tuple[Mapping[str, Tensor], 
 weights included."""
 
 
-def plan_of(layout: Layout, groups: int, state: Placement) -> Plan:
+def plan_of(layout: Layout, groups: int, state: Placement) -> MatrixPlan:
     """Return who steps and who owns each parameter. groups: number of the optimizer's groups."""
-    return Plan(layout, [True] * groups, state, work=sums_of)
+    return MatrixPlan(layout, [True] * groups, state, work=sums_of)
 
 
 def sums_of(spec: ParameterSpec) -> int:
@@ -44,7 +44,7 @@ def sums_of(spec: ParameterSpec) -> int:
     return form.all_rows + form.all_columns + 1
 
 
-def bytes_sent(plan: Plan, rank: int) -> int:
+def bytes_sent(plan: MatrixPlan, rank: int) -> int:
     """Return the bytes that ``rank`` sends in a step if every parameter has a gradient: for its sums, and one more."""
     if plan.replicated:
         return 0
@@ -57,7 +57,7 @@ def bytes_sent(plan: Plan, rank: int) -> int:
     return _PARTIAL * sum(map(length_of, to_owners)) + _SUM * (plan.ranks - 1) * sum(map(length_of, owned))
 
 
-def bytes_on_way(plan: Plan, rank: int) -> int:
+def bytes_on_way(plan: MatrixPlan, rank: int) -> int:
     """Return the peak bytes of both messages on ``rank``."""
 
     def length_of(number: int) -> int:
@@ -70,7 +70,7 @@ def bytes_on_way(plan: Plan, rank: int) -> int:
     return _PARTIAL * (2 * here + owned) + _SUM * sum(map(length_of, plan.specs))
 
 
-def bytes_of_largest(plan: Plan, rank: int) -> int:
+def bytes_of_largest(plan: MatrixPlan, rank: int) -> int:
     """Return the peak bytes that ``rank`` needs for a single parameter.
 
     These are the new states computed from its sums, and copies of its gradient: of a cut, times the factor and as a
@@ -85,7 +85,7 @@ def bytes_of_largest(plan: Plan, rank: int) -> int:
 class Sums:
     """The sums of one step, see ``WholeSums``. numbers: of the parameters that it steps, the same on every rank."""
 
-    def __init__(self, plan: Plan, collectives: Collectives, numbers: Sequence[int], read: Read) -> None:
+    def __init__(self, plan: MatrixPlan, collectives: Collectives, numbers: Sequence[int], read: Read) -> None:
         self._plan = plan
         self._collectives = collectives
         self._rank, self._ranks = collectives.mesh.place_on(plan.axis)

@@ -28,7 +28,7 @@ _UNDER_WAY = 2
 
 
 @dataclass(frozen=True)
-class Settings:
+class StepSettings:
     """The settings of the config about steps.
 
     max_norm: 0 for no clipping · norm_type: the order of that norm · max_value: of an element's magnitude, 0 for no
@@ -48,7 +48,7 @@ class Settings:
     max_value: float = 0.0
 
     @classmethod
-    def of(cls, config: Config, which: Precision) -> Settings:
+    def of(cls, config: Config, which: Precision) -> StepSettings:
         """Return the settings of ``config``. which: its precision."""
         in_backward = config.zero_optimization.offload_optimizer.step_in_backward
         scaler = None if which.scaling is None else LossScaler(which.scaling)
@@ -154,7 +154,7 @@ class Update:
 
 
 @dataclass(frozen=True)
-class Work:
+class BucketWork:
     """The actions of a step on a bucket. parts: on weights and states · before, after: on states alone · given: other
     tensors that the actions read, by name."""
 
@@ -165,7 +165,7 @@ class Work:
 
 
 def step_bucket(
-    bucket_grad: GradientBucket, work: Work, update: Update, way: CopyQueue, tear: Callable[[], None]
+    bucket_grad: GradientBucket, work: BucketWork, update: Update, way: CopyQueue, tear: Callable[[], None]
 ) -> None:
     """Step this rank's part of a bucket, part by part, on the device of its states; then copy the weights back.
 
@@ -178,7 +178,7 @@ def step_bucket(
 
 def rewrite_bucket(
     bucket: Bucket,
-    work: Work,
+    work: BucketWork,
     given: Mapping[str, Tensor],
     scalars_on: Callable[[torch.device], dict[str, Tensor | None]],
     way: CopyQueue,
@@ -215,7 +215,7 @@ def rewrite_bucket(
         bucket.end_weights(changed=changed, after=end)
 
 
-def compute(flats: dict[str, Tensor], work: Work, low: Tensor | None, scalars: dict[str, Tensor | None]) -> None:
+def compute(flats: dict[str, Tensor], work: BucketWork, low: Tensor | None, scalars: dict[str, Tensor | None]) -> None:
     """Run the actions of a bucket on the device of ``flats`` (as in ``kernels.update``). low: receives the weights."""
     copied = low is not None and flats["weight"].dtype is not torch.float32
     if low is not None and not copied:

@@ -1,25 +1,25 @@
-"""What a run will need before there is a device, a weight or another rank: the engine itself, run dry.
+"""Plans what a run needs, before there is a device, a weight or another rank: the engine itself, run dry.
 
-memory_plan   `shardengine.plan`: what each tier needs, and whether it fits
+memory_plan   `shardengine.plan`: the memory that each tier needs, and whether it fits
 choice        `shardengine.choose`: the fastest config that fits
-hardware      what there is, as people write it
-machine       what there is, here
-automatic     what a config leaves to "auto", decided at ``initialize``
+hardware      ranks and memory, as people write them
+machine       the hardware of this machine
+automatic     the values that a config leaves to "auto", decided at ``initialize``
 amid          planning in a process that trains
-comparison    a plan beside the run for which it was made
+comparison    a plan beside its run
 batches       a micro-batch for a model of transformers
 dry_engine    some steps of an engine as one rank of many
-no_disk       a file of the tiers that keeps nothing
+no_disk       a file of the tier nvme that keeps nothing
 no_values     tensors that have shapes and no values
-absent_ranks  what the other ranks would answer
-ledger        what is alive when
-layers        layers that are alike, and what more of them need
-deep_model    a run of a deep model by those of shorter ones
+absent_ranks  the answers of the other ranks
+ledger        the storages that are alive at each moment
+layers        layers that are alike, and the needs of more of them
+deep_model    a run of a deep model, by runs of shorter ones
 costs         FLOPs and bytes of an operation
-tape          what takes time in a step, in order
-rates         how fast hardware is, as it is said
-calibration   how fast this machine is, measured
-replay        when what is on a tape happens
+tape          the events of a step that take time, in order
+rates         declared speeds of hardware
+calibration   measured speeds of this machine
+replay        when the events of a tape happen
 
 Must not know: how ranks are started, how a plan is printed.
 """

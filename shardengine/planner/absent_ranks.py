@@ -1,9 +1,9 @@
-"""The other ranks, where they are not there: an engine that believes to be one of many, in one process.
+"""Stands in for the other ranks: an engine in one process runs as one rank of many.
 
-Owns: what collectives and the store answer. Must not know: what is sent, what a plan makes of it.
+Owns: the answers of collectives and of the store. Must not know: the content of messages, how plans use the answers.
 
-Nothing is sent. What an engine asks of the other ranks on the host is answered as if each had said what this one says;
-of the device's data nothing is needed, because tensors have no values there (``without_values``).
+Nothing is sent. On the host, the engine gets answers as if every other rank had sent the same as this one. On the
+device it needs no data, because tensors have no values there (``without_values``).
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from shardengine.planner.tape import Begin, Recorder, Wait
 
 
 class Silent(dist.Work):
-    """A collective that moves nothing. It is over when somebody has waited for it. waited: is told of each wait."""
+    """A collective that moves nothing, and is complete once ``wait`` was called. waited: called at each wait."""
 
     def __init__(self, waited: Callable[[], None] = lambda: None) -> None:
         super().__init__()
         self._over, self._waited = False, waited
 
     def wait(self, timeout: Any = None) -> bool:
-        """At once."""
+        """Return at once."""
         self._waited()
         self._over = True
         return True
 
     def is_completed(self) -> bool:
-        """Whether somebody has waited."""
+        """Whether ``wait`` was called."""
         return self._over
 
 
 class Issued(NamedTuple):
-    """A collective. group: the name of its group · bytes: of the larger of what is given and what is received."""
+    """A collective. group: its group's name · bytes: the size of the larger tensor, input or output."""
 
     operation: str
     group: str
@@ -50,11 +50,10 @@ class Issued(NamedTuple):
 
 
 class SilentWire(Wire):
-    """Carries nothing. What is on the control group, and what has values, is received as if every rank had sent the
-    same.
+    """Carries nothing. Real tensors are gathered as if every rank had sent the same values.
 
-    issued: each collective, in order · recorder: writes it down, too · host_waits: the host stands still for all
-    collectives, not for those of the control group alone.
+    issued: each collective, in order · recorder: writes it to the tape as well · host_waits: if True, a wait for any
+    collective blocks the host; if False, only a wait on the control group does.
     """
 
     def __init__(self, ranks: int, recorder: Recorder | None = None, *, host_waits: bool = True) -> None:
@@ -98,7 +97,8 @@ class SilentWire(Wire):
 
 
 class EchoStore:
-    """A store in which every rank has written what this one has: a key that ends in a rank's number is this rank's."""
+    """A store that answers as if every rank had written this rank's texts: a key that ends in a rank's number is mapped
+    to this rank's key."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -109,50 +109,50 @@ class EchoStore:
         return re.sub(r"/\d+$", f"/{self._rank}", key)
 
     def set(self, key: str, value: str) -> None:
-        """Put a text."""
+        """Write a text."""
         self._texts[key] = value
 
     def get(self, key: str) -> bytes:
-        """The text; "" where none was put."""
+        """Return the text; "" if none was written."""
         return self._texts.get(self._own(key), "").encode()
 
     def check(self, keys: list[str]) -> bool:
-        """Always: the other ranks have put what this one has, if only nothing."""
+        """True: every rank counts as having written, if only an empty text."""
         return True
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number that begins at 0; the new one."""
+        """Add to a number that begins at 0; return the sum."""
         self._numbers[key] += amount
         return self._numbers[key]
 
     def delete_key(self, key: str) -> bool:
-        """Nothing is forgotten."""
+        """Keep the text, and return True."""
         return True
 
 
 class NamedGroups(GroupKind):
-    """Groups that are their names."""
+    """Process groups that are only names."""
 
     def make_parts(self, timeout_s: float, device: torch.device, members: Any, *, alone: bool) -> dict[GroupName, Any]:
         """See ``GroupKind``."""
         return {name: str(name) for name in members}
 
     def end(self, groups: Any) -> None:
-        """There is nothing to end."""
+        """Do nothing."""
 
 
 @dataclass(frozen=True)
 class AbsentMesh(Mesh):
-    """One rank among others that are not there. Groups are known by their names."""
+    """The mesh of one rank whose peers do not exist. Its groups are names."""
 
     echo: EchoStore = field(default_factory=lambda: EchoStore(0), compare=False, repr=False)
 
     def store(self) -> Any:
-        """What echoes this rank."""
+        """The store that echoes this rank."""
         return self.echo
 
     def store_host(self) -> int | None:
-        """No rank hosts it."""
+        """None: no rank hosts the store."""
         return None
 
 
@@ -166,8 +166,10 @@ def absent_mesh(
     wire: Wire,
     node_ranks: int = 0,
 ) -> AbsentMesh:
-    """``rank`` of ``ranks`` on ``device``, used as ``backend`` ("gloo" or "nccl") is. platform: what makes the
-    device's platform · node_ranks: of each node, 0: all."""
+    """Return the mesh of ``rank`` among ``ranks`` on ``device``, as with ``backend`` "gloo" or "nccl".
+
+    platform: makes the platform of a device · node_ranks: ranks of each node; 0: all ranks are in one node.
+    """
     names: dict[str, Any] = {str(name): str(name) for name in (GroupName.GATHER, GroupName.REDUCE, GroupName.CONTROL)}
     if backend == "gloo":
         names[str(GroupName.EVALUATE)] = str(GroupName.EVALUATE)

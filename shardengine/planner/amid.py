@@ -1,6 +1,6 @@
-"""Planning in a process that is going to train, or trains. Owns: that it leaves everything as it was, and ends in time.
+"""Planning in a process that trains, or is about to. Owns: restoring the process's state, and ending in time.
 
-Must not know: what is planned for whom.
+Must not know: the purpose of a plan.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardengine.planner.memory_plan import Plan, plan
 
 _LONGEST_REASON = 120
 _PATIENCE = 0.25
-"""The part of ``timeout_s`` for which other ranks may wait for a plan."""
+"""Other ranks may wait for a plan for this part of ``timeout_s``."""
 
 
 def plan_amid(
@@ -38,9 +38,10 @@ def plan_amid(
     loss: Callable[[Any], Tensor] = batches.loss_of,
     **options: Any,
 ) -> Plan | str:
-    """``plan`` as ``undisturbed``. A text says why there is no plan, in a few words: that is no reason to end a run.
+    """Call ``plan`` under ``undisturbed``; if there is no plan, return the reason as a short text, which need not end a
+    run.
 
-    batch: makes a micro-batch. Other ranks may wait meanwhile: it ends when a part of ``timeout_s`` is over.
+    batch: makes a micro-batch. Other ranks may be waiting, so planning ends after a part of ``timeout_s``.
     """
     try:
         with undisturbed():
@@ -53,11 +54,12 @@ def plan_amid(
 
 
 class TooLong(BaseException):
-    """Nobody between here and who wants a plan takes this for something that is wrong with a model."""
+    """A plan has taken too long. It is a BaseException, so that no ``except Exception`` takes it for an error of the
+    model."""
 
 
 def reason_of(error: BaseException) -> str:
-    """Why there is no plan, without the call that says so."""
+    """Return why there is no plan, without the name of the call at the front."""
     if not isinstance(error, (TooLong, UsageError, ConfigError)):
         return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}".removesuffix(": ")
     text = "; ".join(error.problems) if isinstance(error, ConfigError) else str(error)
@@ -67,7 +69,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def in_time(loss: Callable[[Any], Tensor], timeout_s: float, part: float) -> Callable[[Any], Tensor]:
-    """``loss``, and ``TooLong`` when a part of ``timeout_s`` is over."""
+    """Wrap ``loss``: the wrapper raises ``TooLong`` once ``part`` of ``timeout_s`` has passed."""
     seconds = part * timeout_s
     end = time.monotonic() + seconds
 
@@ -81,7 +83,7 @@ def in_time(loss: Callable[[Any], Tensor], timeout_s: float, part: float) -> Cal
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Inside, nothing is logged; afterwards random numbers and logs are as they were."""
+    """Inside, nothing is logged and no warning is shown; afterwards, random states and the log level are restored."""
     log = logging.getLogger("shardengine")
     level = log.level
     try:
@@ -95,7 +97,7 @@ def undisturbed() -> Iterator[None]:
 
 @contextmanager
 def _same_random_numbers() -> Iterator[None]:
-    """What is drawn afterwards is what would have been drawn: by torch on the host, Python and numpy."""
+    """Restore the random states of torch on the host, Python and numpy on exit."""
     numbers: Any = sys.modules.get("numpy")
     python, array = random.getstate(), None if numbers is None else numbers.random.get_state()
     with torch.random.fork_rng(devices=[]):

@@ -1,12 +1,12 @@
-"""What a config leaves to "auto" and only a plan can say: the stage, and the micro-batch.
+"""Decides the values that a config leaves to "auto" and that need a plan: the stage and the micro-batch.
 
-Owns: on what facts they are chosen, what is said of it. Must not know: how candidates are planned (choice), what an
-engine is made of.
+Owns: the facts that the choice rests on, the sentence that is logged. Must not know: how candidates are planned
+(choice), the parts of an engine.
 
-[Note: One choice] Rank 0 plans, and the others hear what it has found, so that all have the same. What it plans for is
-the least that any rank has of each tier, and links as fast as the ranks' own group was a moment before; on a CPU also
-its own speed, measured. Of a GPU's calculations nobody has measured anything, ``rates`` declares them: of two stages
-that differ by what they send, the other one may be the faster where the GPU is not as declared.
+[Note: One choice] Rank 0 plans and sends the result to the others, so all ranks use the same values. It plans for the
+least memory that any rank has of each tier, and for links as fast as the ranks' own group, measured just before. On a
+CPU it also measures the CPU's speed. On a GPU the speed of calculations is not measured but declared by ``rates``. So
+if two stages differ by the bytes that they send, the slower one may be chosen on a GPU that is not as declared.
 """
 
 from __future__ import annotations
@@ -47,16 +47,19 @@ from shardengine.planner.rates import Rates
 
 _WHAT = 'deciding what is "auto" in the config'
 _PATIENCE = 0.8
-"""The part of ``timeout_s`` for which the other ranks may wait."""
+"""The other ranks may wait for this part of ``timeout_s``."""
 _log = logging.getLogger(__name__)
 
 
 class NothingFits(UsageError):
-    """Whatever is chosen; says what would be needed."""
+    """No choice fits. The message lists changes that would fit."""
 
 
 def question_of(config: Mapping[str, Any] | str | Path | Config, model: nn.Module, **more: Any) -> Question | None:
-    """What has to be decided of ``config``; None: nothing, also where it cannot be read. more: fields of the result."""
+    """Return the question that ``config`` leaves open; None if there is none, or if the config cannot be read.
+
+    more: further fields of the ``Question``.
+    """
     names = undecided_in(config)
     if not names or isinstance(config, Config):
         return None
@@ -68,10 +71,11 @@ def question_of(config: Mapping[str, Any] | str | Path | Config, model: nn.Modul
 
 
 def decide(asked: Question, mesh: Mesh) -> dict[str, int]:
-    """Values by dotted name, the same on every rank; collective. Rank 0 logs why.
+    """Return the values by dotted name, the same on every rank; collective. Rank 0 logs the reason.
 
-    ``NothingFits`` · ``UsageError`` where no plan can be made; where only the micro-batch is to be decided, and the
-    config says the global batch, a notice, and no value: the micro-batch follows from that.
+    Raises ``NothingFits``, or ``UsageError`` if no plan can be made. Exception: if only the micro-batch is open and the
+    config gives the global batch, the call logs a notice and returns no value. The micro-batch then follows from the
+    global batch.
     """
     group = replace(mesh, replicas=1)  # all ranks, whose shard groups are not made yet
     collectives = Collectives(group, BufferPool(mesh.platform), direct=mesh.backend != "nccl")
@@ -109,7 +113,7 @@ def decide(asked: Question, mesh: Mesh) -> dict[str, int]:
 
 
 def _on(mesh: Mesh, config: Config, base: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``base`` with the shard groups that ``mesh`` has, where it is hybrid and ``config`` says none."""
+    """Return ``base`` with the shard groups of ``mesh``, if the mesh is hybrid and ``config`` names no groups."""
     zero = config.zero_optimization
     if mesh.replicas == 1 or zero.zero_hpz_partition_size != 1 or zero.shard_group_size != "all":
         return base
@@ -118,7 +122,7 @@ def _on(mesh: Mesh, config: Config, base: Mapping[str, Any]) -> Mapping[str, Any
 
 
 def _least(own: Hardware, collectives: Collectives) -> Hardware:
-    """``own``, with no more for a rank of each tier than the rank with the least has."""
+    """Return ``own`` with each tier reduced to the least that any rank has."""
     tiers = [own.device_bytes, own.per_rank(own.host_bytes), own.per_rank(own.disk_bytes)]
     rows = collectives.exchange_objects([*tiers, own.node_ranks], _WHAT)
     node_ranks = rows[0][-1]
@@ -134,8 +138,10 @@ def _least(own: Hardware, collectives: Collectives) -> Hardware:
 def decide_alone(
     asked: Question, where: Hardware, speeds: Mapping[str, GroupSpeed] | None = None
 ) -> tuple[dict[str, int], str]:
-    """As ``decide``, by this process alone, for ranks that need not be there: values, and a sentence on why. speeds: of
-    collectives, by group."""
+    """Decide as ``decide`` does, in this process alone, for ranks that need not exist.
+
+    Returns the values and a sentence with the reason. speeds: measured speeds of collectives, by group.
+    """
     asked_for = zip((STAGE, MICRO), asked.undecided, strict=False)
     names = [name for name, is_undecided in asked_for if is_undecided]
     why = None

@@ -1,6 +1,6 @@
-"""A micro-batch for a model of transformers, by what its forward takes; for any other model the user gives one.
+"""Makes a micro-batch for a model of transformers from the arguments of its forward.
 
-Must not know: architectures by name, engines.
+Users pass a micro-batch for any other model. Must not know: architectures by name, engines.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from torch import Tensor, nn
 from shardengine.errors import UsageError
 
 LENGTH = 512
-"""Tokens, where nobody says how many."""
+"""Default number of tokens."""
 _CHOICES = "ForMultipleChoice"
 _ONE_LABEL = ("ForSequenceClassification", "ForImageClassification", _CHOICES, "ForAudioClassification",
               "ForNextSentencePrediction")  # fmt: skip
 _ENDS = ("start_positions", "end_positions")
-"""Of an answer in a text, which are the labels of some models."""
+"""The labels of models that mark an answer in a text."""
 
 
 def example(model: nn.Module, samples: int, length: int | None) -> dict[str, Tensor]:
-    """Zeros for ``model``: tokens [samples, length] or images, and labels. ``UsageError`` where neither is taken."""
+    """Return zeros for ``model``: tokens [samples, length] or images, and labels. ``UsageError`` if it takes
+    neither."""
     wrapped = getattr(model, "get_base_model", None)  # peft's; its forward passes on whatever it gets
     inner = wrapped() if callable(wrapped) else model
     config = getattr(inner, "config", None)
@@ -53,7 +54,7 @@ def example(model: nn.Module, samples: int, length: int | None) -> dict[str, Ten
 
 
 def _label(samples: int, config: Any) -> Tensor:
-    """Of each sample one: a class, a number, or several classes at once."""
+    """Return one label per sample: a class, a number, or several classes at once."""
     kind, classes = getattr(config, "problem_type", None), getattr(config, "num_labels", 2)
     if kind == "multi_label_classification" or (kind == "regression" and classes > 1):
         return torch.zeros(samples, classes)
@@ -61,7 +62,7 @@ def _label(samples: int, config: Any) -> Tensor:
 
 
 def on_host(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """``batch`` with zeros in the place of tensors of a device; ``UsageError`` for what is no mapping."""
+    """Return ``batch`` with tensors on a device replaced by zeros on the host. ``UsageError`` if it is no mapping."""
     if not isinstance(batch, Mapping):
         raise UsageError(
             f"plan: expected batch= to be a mapping of what forward takes, by name, got {type(batch).__name__}"
@@ -73,8 +74,10 @@ def on_host(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def resized(batch: Mapping[str, Any], samples: int, wanted: int) -> dict[str, Any]:
-    """``batch`` of ``samples``, with ``wanted`` of them: the first, or all in turn; what has another first size
-    stays."""
+    """Return ``batch``, which has ``samples`` samples, with ``wanted`` of them: the first ones, or all in turn.
+
+    Entries with another first size stay as they are.
+    """
     if wanted == samples:
         return dict(batch)
     order = torch.arange(wanted) % samples
@@ -85,15 +88,17 @@ def resized(batch: Mapping[str, Any], samples: int, wanted: int) -> dict[str, An
 
 
 def samples_of(batch: Mapping[str, Any]) -> int:
-    """The first size that most tensors have, those of two dimensions or more where there are any; of several the
-    largest. 1 where none has any."""
+    """Return the most frequent first size of the tensors; 1 if none has a dimension.
+
+    If any tensor has two or more dimensions, only those count. If several sizes are equally frequent, the largest wins.
+    """
     shapes = [each.shape for each in batch.values() if isinstance(each, Tensor) and each.dim()]
     sizes = Counter(shape[0] for shape in ([each for each in shapes if len(each) > 1] or shapes))
     return max(sizes, key=lambda size: (sizes[size], size), default=1)
 
 
 def shorter(batch: Mapping[str, Any]) -> dict[str, Any] | None:
-    """``batch`` of tokens [samples, length], half as long; None where it is of something else."""
+    """Return a ``batch`` of tokens [samples, length] at half the length; None for any other batch."""
     ids = batch.get("input_ids")
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[1] < 2:
         return None
@@ -103,7 +108,10 @@ def shorter(batch: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _tokens(config: Any, length: int | None) -> int:
-    """``length``, or as many as have positions; ``UsageError`` where a model that learns positions has fewer."""
+    """Return ``length``; by default ``LENGTH``, or the model's positions if it has fewer.
+
+    ``UsageError`` if ``length`` exceeds the positions of a model that learns them.
+    """
     if length is not None and length < 1:
         raise UsageError(f"plan: expected length to be 1 token or more, got {length}")
     names = ("n_positions", "max_position_embeddings")
@@ -124,7 +132,7 @@ def _shown(returned: Any) -> str:
 
 
 def loss_of(returned: Any) -> Tensor:
-    """``returned.loss``, ``returned["loss"]``, or the scalar that was returned; ``UsageError`` otherwise."""
+    """Return ``returned.loss``, ``returned["loss"]``, or ``returned`` if it is a scalar; ``UsageError`` otherwise."""
     loss = returned.get("loss") if isinstance(returned, Mapping) else getattr(returned, "loss", returned)
     if not isinstance(loss, Tensor) or loss.dim():
         raise UsageError(

@@ -1,10 +1,10 @@
-"""How fast this machine's CPU is, measured in a few seconds: rates for the time of a step on ranks of it.
+"""Measures this machine's CPU in a few seconds: rates for the time of a step on its ranks.
 
-Owns: what is timed. Must not know: what overlaps, what is chosen by it.
+Owns: the operations that are timed. Must not know: what overlaps, how the rates are used.
 
-Matrices, passes over memory and the engine's kernels are timed at a size that is larger than caches; the operations of
-a tape each with their own shapes, which is the more exact. The median of some tries counts: a machine that others use,
-too, is as slow in training as it is here.
+Matrix products, passes over memory and the engine's kernels are timed at a size that exceeds the caches. The operations
+of a tape are timed with their own shapes, which is more exact. The median of several tries counts: if other programs
+slow the machine down, they slow training down as well.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from shardengine.planner.rates import Rates
 from shardengine.planner.tape import Call, Shape, Tape
 
 TRIES, LEAST_TRIES, LEAST_S = 7, 3, 20e-3
-"""Of one operation; after the least number no more than until it has been timed for so long."""
+"""Limits on the tries of one operation: at most ``TRIES``; after ``LEAST_TRIES``, only until ``LEAST_S`` have been
+timed."""
 BUCKET_S = 3e-5
-"""Python around a collective, or a kernel of the engine."""
+"""Seconds of Python around a collective, or around a kernel of the engine."""
 _SIZES = (256, 512, 1024)
 _ELEMENTS, _OF_A_STEP = 1 << 22, 1 << 25
 _EARLIER = ("update",)
-"""What these read was last used a step ago."""
+"""Kernels whose tensors were last used one step ago."""
 
 
 def measured(
@@ -43,10 +44,10 @@ def measured(
     known: Mapping[Call, float] | None = None,
     **more: Any,
 ) -> Rates:
-    """Of this process's CPU, with the threads that torch uses now.
+    """Return the rates of this process's CPU, with torch's present number of threads.
 
-    tape: its operations are timed, too · groups: fits of its collectives (``comm.group_speed``) · known: operations
-    that are timed already · more: further fields of ``Rates``.
+    tape: its operations are timed as well · groups: fits of its collectives (``comm.group_speed``) · known: operations
+    that were timed before · more: further fields of ``Rates``.
     """
     flops = {name: _products(dtype) for dtype, name in DTYPES.items()}
     memory = _passes()
@@ -56,7 +57,7 @@ def measured(
 
 
 def measured_calls(tape: Tape, known: Mapping[Call, float] | None = None) -> dict[Call, float]:
-    """Seconds of each operation of ``tape`` that is not ``known``, and what is known."""
+    """Return the seconds of each operation of ``tape``; those in ``known`` are not timed again."""
     found = dict(known or {})
     for call in tape.calls:
         if call not in found:
@@ -65,7 +66,7 @@ def measured_calls(tape: Tape, known: Mapping[Call, float] | None = None) -> dic
 
 
 def timed(call: Call) -> float:
-    """Seconds of an operation with tensors of its shapes; what they hold is of no matter."""
+    """Return the seconds of an operation on tensors of its shapes. Their values do not matter."""
     what, shapes = call.example
     given = pytree.tree_map(_made, shapes, is_leaf=lambda each: isinstance(each, Shape))
     before = functools.partial(_other_memory(_OF_A_STEP if what in _EARLIER else _ELEMENTS).add_, 1)
@@ -84,12 +85,13 @@ def _made(each: Any) -> Any:
 
 @functools.cache
 def _other_memory(elements: int) -> Tensor:
-    """More than a core's own cache holds: in a step, too, other operations come between two uses of a tensor."""
+    """Return a tensor that exceeds a core's own cache. It is used between two tries, as other operations are in a
+    step."""
     return torch.zeros(elements)
 
 
 def _seconds(run: Callable[[], Any], *, grad: bool = False, before: Callable[[], Any] = lambda: None) -> float:
-    """The median; before: is not timed."""
+    """Return the median time of ``run``. before: called before each try, not timed."""
     with torch.set_grad_enabled(grad):
         run()
         times: list[float] = []
@@ -102,7 +104,7 @@ def _seconds(run: Callable[[], Any], *, grad: bool = False, before: Callable[[],
 
 
 def _products(dtype: torch.dtype) -> float:
-    """FLOP/s of the fastest size."""
+    """Return the FLOP/s of matrix products at the fastest size."""
     found = 0.0
     for size in _SIZES:
         left = torch.ones(size, size, dtype=dtype)
@@ -114,7 +116,7 @@ def _products(dtype: torch.dtype) -> float:
 
 
 def _passes() -> float:
-    """Bytes/s of a sum."""
+    """Return the bytes/s of an addition."""
     left, out = torch.ones(_ELEMENTS), torch.empty(_ELEMENTS)
     return 3 * out.nbytes / _seconds(lambda: torch.add(left, left, out=out))
 
@@ -125,7 +127,7 @@ def _smallest() -> float:
 
 
 class _Counted(TorchDispatchMode):
-    """How many operations torch is asked for."""
+    """Counts the operations that torch dispatches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,8 +139,10 @@ class _Counted(TorchDispatchMode):
 
 
 def _python() -> float:
-    """Seconds of Python and of autograd for each operation, forward and backward, of modules that compute next to
-    nothing, beside those of the operations."""
+    """Return the seconds of Python and autograd per operation, without the operation itself.
+
+    It times a forward and backward of modules that compute next to nothing.
+    """
     layers = (nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.SiLU()) for _ in range(16))
     model, given = nn.Sequential(*layers), torch.ones(2, 8)
 

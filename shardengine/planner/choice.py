@@ -1,19 +1,23 @@
-"""``shardengine.choose``: which config is the fastest that fits, and what would be needed where none does.
+"""``shardengine.choose``: the fastest config that fits, or the smallest changes that would make one fit.
 
-Owns: which configs are tried, in what order they are shown. Must not know: how bytes and seconds are found (plans),
-who leaves what to be decided (automatic).
+Owns: the configs that are tried, the order of the result. Must not know: how bytes and seconds are found (plans), who
+leaves values open (automatic).
 
-[Note: Search] Every candidate is a stage, a place for what does not have to be on the device, and whether activations
-are computed again. Two quick plans, of one and of two samples, say how its need grows with a micro-batch, and so which
-is the largest; that one is planned quickly itself, because a larger one may have its peak elsewhere. Only what is
-chosen is planned with all checks of ``plan``. If it does not fit after all, the next one is chosen. Before the quick
-plans the weights and states alone are counted, which is faster: this excludes most configs that do not fit. Host
-memory, and then the disk, are tried only if no micro-batch of ``_ENOUGH`` samples fits without them. If all states fit
-on the host, a part of them may be enough: the device's need falls about evenly with the states that leave it, so two
-plans give the part, or one that is a little larger. A part is tried only if it may be faster than the best config.
+[Note: Search] A candidate is a stage, a place for everything that need not be on the device, and whether activations
+are recomputed. Two quick plans, with one and with two samples, show how the need grows with the micro-batch, and so the
+largest micro-batch that fits. That one gets a quick plan of its own, because its peak may be at another moment. Only
+the candidate that is chosen is planned with all checks of ``plan``; if it does not fit after all, the next one is
+chosen.
 
-[Note: What is undecided] ``choose`` looks for all of this. Where a config says most of it, what it says stays, and only
-what is ``Undecided`` is looked for; what else would help is tried where nothing fits, to be told.
+To save time, the weights and states alone are counted before the quick plans. This excludes most configs that do not
+fit. Host memory, and then the disk, are tried only if no micro-batch of ``_ENOUGH`` samples fits without them. If a
+candidate fits with all states on the host, a part of them may be enough. The device's need falls about evenly with the
+states that leave it, so two plans give that part, or one that is a little larger. A part is tried only if it may be
+faster than the best config.
+
+[Note: What is undecided] ``choose`` searches over all of this. If a config gives most of the values, they stay, and the
+search covers only those marked in ``Undecided``. If nothing fits, other changes are planned as well, only to be listed
+in the result.
 """
 
 from __future__ import annotations
@@ -41,11 +45,11 @@ from shardengine.planner.rates import HOST_STEP, NETWORK, NODE, TO_DEVICE, TO_HO
 
 SHOWN = 10
 _CHECKED = 3
-"""Of the best so many are checked, and then the one that needs least."""
+"""So many of the best candidates are checked, and then the one that needs least."""
 _LARGEST = 64
-"""Samples of a micro-batch, where the config has no batch of its own."""
+"""The largest micro-batch in samples, if the config gives no global batch."""
 _ENOUGH = 4
-"""Samples of a micro-batch beyond which no place beside the device is tried."""
+"""If a micro-batch of so many samples fits, no further place for states and weights is tried."""
 _GPU, _STATES, _ALL = "device", "states on the host", "all on the host"
 _STATES_ON_DISK, _ALL_ON_DISK = "states on the disk", "all on the disk"
 _OPTIMIZER, _PARAM = "offload_optimizer", "offload_param"
@@ -56,23 +60,23 @@ _PLACES: Mapping[str, Mapping[str, str]] = {
     _STATES_ON_DISK: {_OPTIMIZER: "nvme"},
     _ALL_ON_DISK: {_OPTIMIZER: "nvme", _PARAM: "nvme"},
 }
-"""What is in them: key of the config → its device."""
+"""Place → the keys of the config that set it, each with its device."""
 _WHERE_WEIGHTS_REST = {_ALL: STAGES[-1:], _ALL_ON_DISK: STAGES[-1:]}
-"""Stages that may have them there; all else goes with every stage."""
+"""Place → the stages that can keep weights there. Other places go with every stage."""
 _STAGES_OF_ONE = (*STAGES[:1], *STAGES[2:])
-"""With one micro-batch a step."""
+"""The stages that are tried with one micro-batch per step."""
 _ALIKE = 0.05
-"""The part by which speeds differ that are measured twice."""
+"""Speeds that differ by less than this part count as equal: two measurements differ by as much."""
 _PARTS = 20
-"""A part of the states on the host is so many parts of all, or more of them."""
+"""The part of the states on the host is a multiple of 1 / ``_PARTS``."""
 _WHOLE, _, _STEPS = TRIPLE
 _PLANS_OF_A_KIND = 2
-"""Micro-batches that are planned of a kind, about: one where it does not fit, up to five where it does."""
+"""Plans per kind, for the estimate of progress: one if it does not fit, up to five if it does."""
 _OURS = (_OPTIMIZER, _PARAM, "zero_hpz_partition_size")
 
 
 def _check(base: Mapping[str, Any]) -> None:
-    """``ConfigError`` for what is wrong with all that ``choose`` does not choose."""
+    """Raise ``ConfigError`` for errors in the keys that ``choose`` does not choose."""
     zero = base.get("zero_optimization")
     if zero is None or isinstance(zero, Mapping):
         rest = {key: value for key, value in (zero or {}).items() if key not in _OURS}
@@ -81,7 +85,7 @@ def _check(base: Mapping[str, Any]) -> None:
 
 
 class Undecided(NamedTuple):
-    """What of a config is chosen ([Note: What is undecided])."""
+    """The parts of a config that are searched; see the note on undecided values at the top of the file."""
 
     stages: bool = True
     micro_batches: bool = True
@@ -90,9 +94,12 @@ class Undecided(NamedTuple):
 
 @dataclass(frozen=True)
 class Candidate:
-    """stage · place: of states and weights · again: activations are computed again · kept: ranks of a node over which
-    weights stay sharded after forward (hpZ), 0: none · samples: of a micro-batch · part: of the states that is on the
-    host, where they are. None: as the config says."""
+    """A combination of values that is planned. None means: as in the config.
+
+    stage · place: of states and weights · again: activations are recomputed · kept: hpZ, the ranks of a node that keep
+    weights sharded among them after forward; 0: off · samples: of a micro-batch · part: the part of the states on the
+    host, if ``place`` puts them there.
+    """
 
     stage: int | None
     place: str | None = _GPU
@@ -110,7 +117,8 @@ class Candidate:
         return ", ".join(words)
 
     def config(self, base: Mapping[str, Any], ranks: int) -> dict[str, Any]:
-        """``base`` with this in it. A global batch that it names, or that follows from it, stays."""
+        """Return ``base`` with these values. A global batch that ``base`` gives, directly or by its other sizes,
+        stays."""
         found = copy.deepcopy(dict(base))
         zero = dict(found.get("zero_optimization") or {})
         if self.place is not None:
@@ -135,7 +143,7 @@ class Candidate:
 
 
 def disk_of(config: Mapping[str, Any]) -> str | None:
-    """The folder of the tier nvme that ``config`` names, used or not."""
+    """Return the folder for the tier nvme that ``config`` names, whether or not the tier is used."""
     zero = config.get("zero_optimization") or {}
     sections = (zero.get(key) for key in (_OPTIMIZER, _PARAM))
     return next((each["nvme_path"] for each in sections if isinstance(each, Mapping) and each.get("nvme_path")), None)
@@ -157,10 +165,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Choice:
-    """rows: the best that fit, best first, the first of them checked · needed: sentences, where none fits · config: the
-    first one's, as a file has it; None where none fits · tried: how many were planned · seconds: that it took · plan:
-    the first one's with all that ``plan`` checks; those of the rows are quick ones · refused: of what is not among the
-    rows, whatever the micro-batch, why."""
+    """The result of ``choose``.
+
+    rows: the best candidates that fit, best first; the first one is checked · needed: sentences on changes that would
+    fit, if no candidate does · config: the first row's, as a config file has it; None if nothing fits · tried: the
+    number of plans · seconds: the time of the search · plan: the first row's, with all checks of ``plan``; those in the
+    rows are quick ones · refused: candidates that are in no row with any micro-batch, each with the reason.
+    """
 
     hardware: Hardware
     rows: Sequence[Row]
@@ -172,7 +183,7 @@ class Choice:
     refused: Mapping[str, str] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the choice for JSON."""
         rows = [
             {"candidate": str(row.candidate), "micro_batch": row.samples,
              "samples_per_second": row.samples_per_s, "plan": row.plan.as_dict()}
@@ -196,14 +207,14 @@ def choose(
     in_slices: bool = False,
     **options: Any,
 ) -> Choice:
-    """The fastest of many configs that fit ``hardware``: stages, tiers, activations computed again, micro-batches, and
-    weights that are kept in a node.
+    """Return the fastest configs that fit ``hardware``.
 
-    config: what stays: optimizer, precision, clipping, and the global batch, where it says one · batch: a micro-batch
-    of any number of samples, the first size of most of its tensors; where more are tried they come in turn · told:
-    hears before each plan how many are done, what is
-    best so far, and what is planned now · the rest as for ``plan``. Where nothing fits, ``Choice.needed`` says what
-    would.
+    The search covers stages, tiers, recomputed activations, micro-batches, and weights kept in a node (hpZ).
+
+    config: the values that stay: optimizer, precision, clipping, and the global batch if it gives one · batch: a
+    micro-batch of any number of samples (the first size of most of its tensors); larger ones repeat its samples in turn
+    · told: called before each plan with a text: the number of plans so far, the best candidate, and the one planned now
+    · other arguments: as for ``plan``. If nothing fits, ``Choice.needed`` lists changes that would.
     """
     where, options = hardware_of(hardware, "choose"), options_of(options, "choose")
     if not isinstance(config, (str, Path, Mapping)):
@@ -219,10 +230,13 @@ def choose(
 
 @dataclass(frozen=True)
 class Question:
-    """What a config is chosen for. base: of what it is made · batch: a micro-batch of any size, or what makes one; by
-    default one for transformers' models · undecided: what is chosen, the rest is as ``base`` says · loss, options: as
-    for ``plan`` · auto: as for ``load_config`` · trains: in training mode, whatever the model is in · in_slices: as for
-    ``plan``."""
+    """The input of a search.
+
+    base: the config to start from · batch: a micro-batch of any size, or a function that makes one; by default one for
+    models of transformers · undecided: the values to search; others are as in ``base`` · loss, options: as for ``plan``
+    · auto: as for ``load_config`` · trains: plan in training mode, whatever mode the model is in · in_slices: as for
+    ``plan``.
+    """
 
     model: nn.Module
     base: Mapping[str, Any]
@@ -236,7 +250,7 @@ class Question:
 
 
 def search(asked: Question, where: Hardware, rates: Rates, told: Callable[[str], None] = lambda text: None) -> Choice:
-    """As ``choose``."""
+    """Answer a ``Question``, as ``choose`` does."""
     began = time.perf_counter()
     found = _Search(asked, where, rates, told)
     rows, whole_plan = found.checked(found.rows())
@@ -246,7 +260,8 @@ def search(asked: Question, where: Hardware, rates: Rates, told: Callable[[str],
 
 
 class _Change(NamedTuple):
-    """words: of what is other · where, base, batch: in the place of the asked ones, None: those."""
+    """A change that may make a candidate fit. words: its description · where, base, batch: replace those of the
+    question; None: keep them."""
 
     words: str
     candidate: Candidate
@@ -283,7 +298,10 @@ class _Search:
         return any(each is not self._batch[name] for name, each in twice.items())
 
     def rows(self) -> list[Row]:
-        """Of all that fit, best first. On the disk where there is one, and the config says which folder."""
+        """Return all candidates that fit, best first.
+
+        The disk is tried only if the hardware has one and the config names a folder on it.
+        """
         if not self._undecided.rest:
             return _settled([row for kind in self._counted(list(self._as_said())) for row in self._largest(kind)])
         self._answer_soon()
@@ -300,8 +318,8 @@ class _Search:
         return _fastest_first(found)
 
     def _counted(self, kinds: Sequence[Candidate], place: str | None = None) -> Iterator[Candidate]:
-        """``kinds``, of which as many are still ahead as ``_say`` is to say, and those of the place behind ``place``
-        where nothing in that fits."""
+        """Yield ``kinds``, and update the number of kinds ahead for ``_say``. If nothing fits in ``place`` so far, the
+        kinds of the next place count as well."""
         behind = next((each for before, each in pairwise(self._places()) if before == place), None)
         for number, kind in enumerate(kinds):
             fits = any(plan is not None and plan.fits for each, plan in self._known.items() if each.place == place)
@@ -310,8 +328,10 @@ class _Search:
         self._ahead = 0
 
     def _answer_soon(self) -> None:
-        """Plan first, of each place, what needs least, until something fits: who waits has an answer then. All of it
-        is known where its turn comes."""
+        """Plan the candidate of each place that needs least, until one fits, so that an early answer can be shown.
+
+        The plans are kept for the candidate's turn in the search.
+        """
         places = list(self._places())
         self._ahead = sum(len(self._all_kinds(place)) for place in places[:2])
         for place in places:
@@ -335,14 +355,18 @@ class _Search:
                 yield place
 
     def _as_said(self) -> Iterator[Candidate]:
-        """Those that leave what the config says, but for what is undecided."""
+        """Yield the candidates that keep the config's values except for the undecided ones."""
         smallest = self._sizes[0] if self._undecided.micro_batches else None
         for stage in self._stages(STAGES) if self._undecided.stages else (None,):
             yield Candidate(stage, None, None, samples=smallest)
 
     def _stages(self, all_: Sequence[int]) -> Sequence[int]:
-        """With one micro-batch a step stage 2 sends what stage 1 does, and keeps less; one rank shards nothing, but
-        drops what it gathers."""
+        """Return the stages in ``all_`` that can differ.
+
+        With one micro-batch per step, stage 2 sends as much as stage 1 and keeps less, so stage 1 is left out. A single
+        rank shards nothing; only the first and the last stage differ there, because the last one drops gathered
+        weights.
+        """
         if self._where.ranks == 1:
             return list(dict.fromkeys((all_[0], all_[-1])))
         several = global_batch(self._base, self._where.ranks) is not None or (_number(self._base, _STEPS) or 1) > 1
@@ -357,7 +381,7 @@ class _Search:
 
     @functools.cached_property
     def _sizes(self) -> list[int]:
-        """Samples of the micro-batches that are tried, at least one."""
+        """The micro-batches to try, in samples; at least one."""
         whole = global_batch(self._base, self._where.ranks)
         if whole is None:
             return [1 << power for power in range(_LARGEST.bit_length())]
@@ -365,8 +389,8 @@ class _Search:
         return [size for size in range(1, of_rank + 1) if of_rank % size == 0]
 
     def _largest(self, kind: Candidate) -> list[Row]:
-        """With the smallest two micro-batches, and with the largest that fits; with that of the config alone, where
-        it says one."""
+        """Return rows for the two smallest micro-batches and the largest that fits; if the config fixes the
+        micro-batch, for that one alone."""
         found = self._of_sizes(kind)
         if not found:
             plan = self._known[kind]
@@ -374,7 +398,10 @@ class _Search:
         return found
 
     def _least_part(self, row: Row) -> list[Row]:
-        """``row`` with as few states on the host as fit, about, if it has all of them there and this may be faster."""
+        """Return ``row`` with about the smallest part of its states on the host that fits.
+
+        Empty unless ``row`` has all states on the host and a part of them may be faster.
+        """
         on_device = replace(row.candidate, place=_GPU)
         if row.candidate.place != _STATES or not self._may_win(row, self._kept(on_device)):
             return []
@@ -391,8 +418,11 @@ class _Search:
         return []
 
     def _may_win(self, row: Row, on_device: Plan | None) -> bool:
-        """Whether ``row`` could be the fastest with a part of its states on the device, by an estimate of the time that
-        this saves. on_device: ``_kept`` of the same candidate with all states on the device."""
+        """Whether ``row`` could be the fastest with a part of its states on the device, by an estimate of the time
+        saved.
+
+        on_device: ``_kept`` of the same candidate with all states on the device.
+        """
         here, time_, best = row.plan.device, row.plan.time, self._best
         if on_device is None or here.has is None or time_ is None or best is None:
             return False
@@ -425,7 +455,8 @@ class _Search:
         return found
 
     def _larger(self, candidate: Candidate) -> Plan | None:
-        """Of a micro-batch that is larger than one that fits; that it cannot be planned is no matter of memory."""
+        """Plan a larger micro-batch than one that fits. If it cannot be planned, memory is not the reason, and it is
+        recorded in ``refused``."""
         found = self._quick(candidate)
         if found is None:
             self.refused[_words(candidate)] = self._problems[candidate]
@@ -436,7 +467,8 @@ class _Search:
         return Row(candidate, plan, plan.config.train_batch_size / plan.time.seconds)
 
     def _quick(self, candidate: Candidate) -> Plan | None:
-        """A quick plan, or ``_kept``, which has no time, if that does not fit. None if it cannot be planned."""
+        """Return a quick plan, or None if it cannot be planned. If ``_kept`` does not fit already, return that, which
+        has no time."""
         if candidate not in self._known:
             self._say(_words(candidate))
             kept = self._kept(candidate) if candidate.part == 1 else None
@@ -448,7 +480,7 @@ class _Search:
         return self._known[candidate]
 
     def _whole(self, candidate: Candidate) -> Plan | None:
-        """A quick plan of a step, even if the weights and states alone do not fit. None as for ``_quick``."""
+        """Return a quick plan of a step, even if the weights and states alone do not fit; None as for ``_quick``."""
         known = self._known.get(candidate)
         if candidate not in self._known or (known is not None and known.time is None):
             self._say(_words(candidate))
@@ -456,7 +488,8 @@ class _Search:
         return self._known[candidate]
 
     def _kept(self, candidate: Candidate) -> Plan | None:
-        """``plan_of_kept``, which is the same for all micro-batches; None on an error, which a plan then reports."""
+        """Return ``plan_of_kept``, which is the same for all micro-batches. None on an error, which a later plan
+        reports."""
         samples = self._sizes[0] if self._undecided.micro_batches else candidate.samples
         of_all = replace(candidate, samples=samples, again=None if candidate.again is None else False)
         if of_all not in self._kept_of:
@@ -474,7 +507,7 @@ class _Search:
         return found
 
     def _say(self, what: str) -> None:
-        """How far it is, what is best so far, and ``what`` is planned now."""
+        """Report the progress, the best candidate so far, and ``what``, which is planned now."""
         about = self.tried + max(1, _PLANS_OF_A_KIND * self._ahead)
         best = "nothing fits so far" if self.tried else ""
         if self._best is not None:
@@ -500,8 +533,10 @@ class _Search:
         return Task(asked.model, batch, config, where, asked.loss, asked.options, asked.trains, asked.in_slices)
 
     def checked(self, rows: Sequence[Row]) -> tuple[Sequence[Row], Plan | None]:
-        """The best of them, and the first one's plan with all that ``plan`` checks. ``UsageError`` where no candidate
-        could be planned at all."""
+        """Return the best rows, and the first one's plan with all checks of ``plan``.
+
+        ``UsageError`` if no candidate could be planned at all.
+        """
         if not any(self._known.values()):
             raise UsageError(f"choose: no config can be planned: {next(iter(self._problems.values()))}")
         order = [*rows[:_CHECKED], *sorted(rows[_CHECKED:], key=lambda row: max(map(_part, row.plan.tiers)))[:1]]
@@ -515,7 +550,8 @@ class _Search:
         return [], None
 
     def needed(self) -> list[str]:
-        """The smallest change of each kind with which the candidate fits that lacks least."""
+        """Return sentences: the candidate that lacks least, and of each kind of change the smallest that makes it
+        fit."""
         lacking = self._closest()
         if lacking is None:  # everything fitted quickly and then failed its check, or no step can be planned
             why = self._unplanned or next(iter([*self._problems.values(), *self.refused.values()]))
@@ -532,8 +568,10 @@ class _Search:
         return told
 
     def _closest(self) -> tuple[Candidate, Plan] | None:
-        """The candidate that exceeds the hardware least, with the plan of a step; of two equal ones that without
-        recomputation."""
+        """Return the candidate that exceeds the hardware least, with the plan of a step.
+
+        Of two equal ones, the one without recomputation is returned.
+        """
         known = {candidate: plan for candidate, plan in self._known.items() if plan is not None and not plan.fits}
         while known:
             closest = min(known, key=lambda each: (max(map(_lacks, known[each].tiers)), bool(each.again)))
@@ -549,7 +587,7 @@ class _Search:
         return None
 
     def _other_places(self, closest: Candidate) -> Iterator[_Change]:
-        """What ``choose`` tries by itself."""
+        """Yield the changes that ``choose`` would try by itself."""
         if self._undecided.rest:
             return
         yield _Change("activation_checkpointing.enabled", replace(closest, again=True))
@@ -588,7 +626,7 @@ def _words(candidate: Candidate) -> str:
 
 
 def _limit(one: Tier, two: Tier, first: int, second: int) -> float:
-    """Samples at which a tier is full, by its needs with ``first`` and with ``second`` of them."""
+    """Return the samples that fill a tier, from its needs with ``first`` and with ``second`` samples."""
     if one.has is None or two.need <= one.need:
         return float("inf")
     return first + (one.has - one.need) * (second - first) / (two.need - one.need)
@@ -599,8 +637,11 @@ def _fastest_first(rows: Sequence[Row]) -> list[Row]:
 
 
 def _settled(rows: Sequence[Row]) -> list[Row]:
-    """Best first. As good as the fastest are all that are nearly as fast, so that a machine says the same each time: of
-    these the lowest stage and the smallest micro-batch are first."""
+    """Sort rows, best first, so that a machine gives the same answer each time.
+
+    Rows that are nearly as fast as the fastest count as equally good. Of these, the lowest stage and the smallest
+    micro-batch come first.
+    """
     fast = max((row.samples_per_s for row in rows), default=0.0) * (1 - _ALIKE)
     simplest = lambda row: (row.plan.config.zero_optimization.stage, row.samples)  # noqa: E731
     best = sorted((row for row in rows if row.samples_per_s >= fast), key=simplest)
@@ -612,29 +653,30 @@ def _lacks(tier: Tier) -> float:
 
 
 def _part(tier: Tier) -> float:
-    """What is needed of what there is."""
+    """The part of a tier that is needed."""
     return 0.0 if tier.has is None else tier.need / max(1, tier.has)
 
 
 def _short(plan: Plan) -> str:
-    """The sentences about the tiers that are too small. A plan without a time is one of weights and states alone."""
+    """Return the sentences about the tiers that are too small. A plan without a time covers weights and states
+    alone."""
     alone = " (weights and states alone)" if plan.time is None else ""
     return "; ".join(said + alone for said, tier in zip(plan.sentences(), plan.tiers, strict=True) if not tier.fits)
 
 
 def global_batch(config: Mapping[str, Any], ranks: int) -> int | None:
-    """Samples of a step that ``config`` says, itself or by the other two sizes; None: it does not."""
+    """Return the samples per step, given directly or by the other two sizes; None if ``config`` gives neither."""
     micro, steps = _number(config, MICRO), _number(config, _STEPS)
     return _number(config, _WHOLE) or (None if micro is None else micro * (steps or 1) * ranks)
 
 
 def _number(config: Mapping[str, Any], key: str) -> int | None:
-    """None: nothing, or "auto"."""
+    """Return the number at ``key``; None if it is absent or "auto"."""
     return whole_number(config.get(key))
 
 
 def table_of(found: Choice) -> str:
-    """The rows, for people."""
+    """Return the rows as a table for people."""
     head = ["", "config", "micro-batch", *(tier for tier in ("GPU", "memory", "host", "disk") if _uses(found, tier)),
             "step", "samples/s"]  # fmt: skip
     rows = [head]
@@ -648,7 +690,7 @@ def table_of(found: Choice) -> str:
 
 
 def columns_of(found: Choice) -> str:
-    """What the columns of ``table_of`` say, for people."""
+    """Explain the columns of ``table_of``, for people."""
     left = found.hardware.reserved_bytes
     beside = f" ({show_bytes(left)} of each GPU are left to CUDA and NCCL beside that)" if left else ""
     tiers = [name for name in ("GPU", "memory", "host", "disk") if _uses(found, name)]

@@ -1,11 +1,11 @@
-"""A plan beside the run for which it was made: what that takes, and what was not foreseen.
+"""Compares a plan with its run: the memory that the run takes, and the excess over the plan.
 
-Owns: what is measured, the sentence on what was exceeded. Must not know: what a run does, who prints.
+Owns: the measurement, the sentence on an excess. Must not know: the content of a run, who prints.
 
-[Note: What is measured] On a GPU the peak is that of CUDA's allocator. A CPU's allocator tells none, and resident
-memory has in it what libraries take and what was freed and kept. So there one step may be ``watched``: counted from
-outside as a dry run is, with the pool's buffers in full. That costs some microseconds per operation, in this step
-alone. Where no peak is known, what rests between steps is compared.
+[Note: What is measured] On a GPU, the peak is that of CUDA's allocator. On a CPU there is no such number: the allocator
+reports none, and resident memory also holds libraries and blocks that were freed and kept. So on a CPU, one step may be
+``watched``: storages are counted from outside, as in a dry run, and the pool's buffers count in full. This costs some
+microseconds per operation, in that step alone. If no peak is known, the memory between steps is compared.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from shardengine.planner.ledger import Ledger, highest
 from shardengine.planner.memory_plan import Plan
 
 TOLERANCE = 0.03
-"""The part of a plan by which a run may exceed it without a word."""
+"""A run may exceed its plan by this part without a notice."""
 SETTLED_STEPS = 12
-"""Steps by which a rank has waited for others everywhere, so that no buffer is made any more."""
+"""After so many steps a rank has waited for the others everywhere, and makes no further buffers."""
 _POOLED = "pooled"
 _UNNAMED = {FORWARD: ACTIVATIONS, BACKWARD: ACTIVATIONS, STEP: BUFFERS}
-"""What was made in a phase, and nobody has named, is."""
+"""Phase → the kind of storages that were made in it without a name."""
 
 
 def line_of(found: Plan | str) -> str:
-    """Of a plan, or of why there is none, in one line: what each tier needs at most."""
+    """Return one line: the most that a plan needs of each tier, or the reason that there is no plan."""
     if isinstance(found, str):
         return f"none: {found}"
     tiers = []
@@ -58,8 +58,10 @@ def line_of(found: Plan | str) -> str:
 
 @dataclass
 class Taken:
-    """What a run takes of this rank's device. peak: in bytes, at most; None: nobody has counted · at_peak: of what it
-    consists, by kind, where that was counted · rests: between steps, by kind."""
+    """The memory that a run takes of this rank's device.
+
+    peak: bytes at most; None if not counted · at_peak: by kind, if counted · rests: between steps, by kind.
+    """
 
     peak: int | None = None
     at_peak: Mapping[str, int] = field(default_factory=dict)
@@ -68,7 +70,8 @@ class Taken:
 
 @contextmanager
 def watched(engine: Engine) -> Iterator[Taken]:
-    """Count what the step inside takes, on a CPU ([Note: What is measured]); read it afterwards."""
+    """Count the memory of the step inside, on a CPU; read the result after the block. See the note at the top of the
+    file."""
     ledger, pool, found = Ledger(), engine._core.pool, Taken()
 
     def in_phase(phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -104,7 +107,7 @@ def watched(engine: Engine) -> Iterator[Taken]:
 
 
 def taken_by(engine: Engine, watched: Taken | None = None) -> Taken:
-    """What the run of ``engine`` has taken up to now. watched: a step of it, where one was counted."""
+    """Return the memory that the run of ``engine`` has taken up to now. watched: a step of it, if one was counted."""
     if watched is not None and watched.peak is not None:
         return watched
     on_gpu = engine.device.type == "cuda"
@@ -112,7 +115,7 @@ def taken_by(engine: Engine, watched: Taken | None = None) -> Taken:
 
 
 def rests_of(engine: Engine) -> Counter[str]:
-    """What is on the device between two steps, by kind; on a CPU all that is in memory."""
+    """Return the bytes on the device between two steps, by kind; on a CPU, all bytes in memory."""
     core = engine._core
     states = Counter() if engine.optimizer is None else engine.optimizer.state_bytes()
     found = {WEIGHTS: core.weight_bytes(), STATES: states, BUFFERS: core.reducer.gradient_bytes()}
@@ -124,8 +127,8 @@ def rests_of(engine: Engine) -> Counter[str]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """``planned`` and ``measured`` bytes of a rank's device. when: these are there · beyond: measured less planned, by
-    kind."""
+    """``planned`` and ``measured`` bytes of a rank's device. when: "at most" or "between steps" · beyond: measured
+    minus planned, by kind."""
 
     when: str
     planned: int
@@ -134,16 +137,16 @@ class Comparison:
 
     @property
     def exceeds(self) -> bool:
-        """By more than ``TOLERANCE``."""
+        """Whether the excess is more than ``TOLERANCE``."""
         return self.measured > self.planned * (1 + TOLERANCE)
 
     def line(self) -> str:
-        """Both, for people."""
+        """Return both numbers, for people."""
         more = round(self.measured / max(1, self.planned) - 1, 3) + 0.0
         return f"{show_bytes(self.planned)} planned, {show_bytes(self.measured)} measured {self.when} ({more:+.1%})"
 
     def sentence(self) -> str:
-        """By how much the plan was exceeded, and which part has the most more; "" where it was kept."""
+        """Return the excess and the kind that contributes most to it; "" if the plan was kept."""
         if not self.exceeds:
             return ""
         part, more = max(self.beyond, key=lambda kind: self.beyond[kind]), self.measured - self.planned
@@ -155,9 +158,9 @@ class Comparison:
 
 
 def compare(found: Plan, taken: Taken) -> Comparison:
-    """What was planned for a rank's device beside what its run took; where no peak is known, what rests.
+    """Compare the planned bytes of a rank's device with those of its run; without a peak, the bytes between steps.
 
-    Where a peak is known and not of what it consists, activations are what the other kinds do not explain.
+    If the peak is known but not its kinds, the excess that other kinds do not explain counts as activations.
     """
     rests = _more(taken.rests, found.device.at_rest)
     if taken.peak is None:
@@ -173,7 +176,8 @@ def compare(found: Plan, taken: Taken) -> Comparison:
 
 
 def _more(taken: Mapping[str, int], planned: Mapping[str, int]) -> dict[str, int]:
-    """By kind. What is there before a step and nobody keeps, as a batch, is with the activations."""
+    """Return measured minus planned, by kind. Storages that exist before a step and are not kept, such as a batch,
+    count as activations."""
     both = [Counter(each) for each in (taken, planned)]
     for each in both:
         each[ACTIVATIONS] += each[MODEL]

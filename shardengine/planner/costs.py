@@ -1,10 +1,10 @@
-"""What an operation costs, whoever carries it out: its FLOPs, and the bytes that it reads and writes.
+"""The cost of an operation on any device: its FLOPs, and the bytes that it reads and writes.
 
-Owns: formulas. Must not know: how fast anything is, when it happens.
+Owns: formulas. Must not know: speeds, when an operation happens.
 
-FLOPs are torch's own formulas (``torch.utils.flop_counter``), and ours where a CPU's operation has none. Bytes are
-those of each tensor, as often as it is read or written: what stays in a cache between two operations counts, too. What
-shows the memory of another tensor, or takes some without filling it, is no work.
+FLOPs come from torch's own formulas (``torch.utils.flop_counter``), and from formulas here for operations that a CPU
+alone has. Bytes count each tensor as often as it is read or written, even if it stays in a cache between two
+operations. A view of another tensor, or an allocation that is not filled, is no work.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ _NO_WORK = re.compile(
 _MATRICES = re.compile(
     r"mm(_|$)|mv(_|$)|conv|attention|rnn|lstm|gru|(^|_)linear($|_)|einsum|cdist|linalg|cholesky|fft|(^|_)dot$"
 )
-"""Of operations whose arithmetic is more than one pass over their tensors."""
+"""Operations whose arithmetic is more than one pass over their tensors."""
 _ROWS = frozenset({"embedding", "index", "index_select", "gather", "take", "slice_backward", "select_backward"})
-"""Of what these are given they touch no more than what they return."""
+"""These operations read no more of their arguments than they return."""
 _OVERWRITE = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_"})
-"""What these change they do not read."""
+"""These operations do not read the tensor that they change."""
 
 
 def name_of(func: Any) -> str:
-    """Without overload and, where it is torch's own, without namespace: ``mm``."""
+    """Return the name without its overload, and without the namespace if that is torch's own: ``mm``."""
     name: str = func._schema.name
     return name.removeprefix("aten::")
 
 
 @cache
 def is_work(func: Any) -> bool:
-    """Whether it takes time that depends on its tensors."""
+    """Whether the operation takes time that depends on its tensors."""
     return not (func.is_view or func.namespace == "prim" or _NO_WORK.search(name_of(func)))
 
 
 def flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int | None:
-    """None: it multiplies matrices, or is of another library, and has no formula."""
+    """Return the FLOPs; None if the operation multiplies matrices, or is of another library, and has no formula."""
     formula = _formula(func)
     if formula is not None:
         return int(formula(*args, **kwargs, out_val=result))
@@ -82,7 +82,8 @@ def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor,
 
 
 def _grouped(left: Tensor, right: Tensor, *_: Any, out_val: Tensor, **__: Any) -> int:
-    """Rows of one side belong to one group each: each element of it is multiplied once with the other's width."""
+    """Each row of one side belongs to one group: each of its elements is multiplied once per column of the other
+    side."""
     if left.dim() == right.dim() == 2:  # the groups lie along the dimension that is summed
         return 2 * left.shape[0] * left.shape[1] * right.shape[1]
     return 2 * out_val.numel() * left.shape[-1]
@@ -108,7 +109,7 @@ _OURS: Mapping[Any, Callable[..., int]] = {
 
 
 def bytes_moved(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-    """Read and written. A tensor that shows some memory several times (``expand``) counts as that memory."""
+    """Return the bytes read and written. A tensor that shows the same memory several times (``expand``) counts once."""
     name, results = name_of(func), list(tensors_in(result))
     if name in _ROWS:
         return 2 * sum(map(_bytes, results))
@@ -124,7 +125,7 @@ def bytes_moved(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resul
 
 @cache
 def _changed(func: Any) -> tuple[int, ...]:
-    """The places of arguments that it writes to."""
+    """Return the positions of the arguments that the operation writes to."""
     arguments = enumerate(func._schema.arguments)
     return tuple(place for place, each in arguments if each.alias_info is not None and each.alias_info.is_write)
 
@@ -134,7 +135,7 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def bytes_of_kernel(name: str, given: Mapping[str, Any], result: Any) -> int:
-    """Of an operation of ``shardengine.kernels``: what it must read and write (docs/limits.md, "Kernels")."""
+    """Return the bytes that an operation of ``shardengine.kernels`` must read and write (docs/limits.md, "Kernels")."""
     tensors = {key: sum(each.nbytes for each in tensors_in((value,))) for key, value in given.items()}
     if name == "flatten":
         return tensors["tensors"] + tensors["out"] * (2 if given.get("add") else 1)

@@ -1,6 +1,6 @@
-"""A dry run of a deep model, by those of three with fewer layers (layers: [Note: Fewer layers]).
+"""Plans a deep model by dry runs of three models with fewer layers (layers: [Note: Fewer layers]).
 
-Must not know: how a run is counted, what a plan says.
+Must not know: how a run is counted, the content of a plan.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from shardengine.planner.ledger import Moment, highest
 _STEP = (FORWARD, BACKWARD, STEP)
 _DISK = "measured_disk_bytes"
 _BUCKETS = 8
-"""Buckets that a layer fills at least: how parameters fill buckets, and so which buffers a pool has, is then alike in
-each depth."""
+"""A layer must fill at least so many buckets. Then parameters fill buckets alike at each depth, and the pool has the
+same buffers."""
 
 
 def deep_run(layers: Layers, run: Callable[[int], DryRun], begin: Callable[[], DryRun], bucket: int) -> DryRun | None:
-    """Of a model with all ``layers``, by ``run`` with some. None: the whole model has to run, because shorter ones do
-    not, or do not lie on a line, or the whole one's forward keeps something else. begin: of the whole model, with a
-    forward and no step · bucket: elements."""
+    """Derive the run of a model with all ``layers`` from runs of shorter ones. None: the whole model has to run.
+
+    The result is None if the shorter models do not run or do not lie on a line, or if the whole model's forward keeps
+    something else. run: runs a depth · begin: runs a forward of the whole model and no step · bucket: elements.
+    """
     depths = layers.depths()
     if depths is None or layers.parameters < _BUCKETS * bucket:
         return None
@@ -49,7 +51,7 @@ def deep_run(layers: Layers, run: Callable[[int], DryRun], begin: Callable[[], D
 
 
 def quick_run(layers: Layers, run: Callable[[int], DryRun]) -> DryRun | None:
-    """As ``deep_run`` by two shorter models alone: nothing is checked, and nothing said of initialize."""
+    """Derive the run from two shorter models alone, without checks. The result has no moments of initialize."""
     depths = layers.depths()
     if depths is None:
         return None
@@ -71,7 +73,7 @@ def quick_run(layers: Layers, run: Callable[[int], DryRun]) -> DryRun | None:
 
 
 def _kept(run: DryRun) -> int:
-    """Bytes of what the model's own code has made at the highest moment of forward."""
+    """Return the largest number of bytes in forward that the model's own code holds."""
     return max((each.alive.get(ACTIVATIONS, 0) for each in run.device if each.phase == FORWARD), default=0)
 
 
@@ -99,7 +101,7 @@ def _carried(runs: Sequence[DryRun], at: Sequence[int], layers: Layers, depth: i
 
 
 def _on_a_line(said: DryRun, found: DryRun, layers: Layers, depths: Sequence[int]) -> bool:
-    """Whether what two depths say of a third holds so well that it holds for all layers."""
+    """Whether the prediction ``said`` for the third depth is close enough to ``found`` to hold for all layers."""
     farther = (layers.count - depths[2]) / (depths[2] - depths[1])
     grown = layers.count / depths[2]
 

@@ -1,11 +1,11 @@
-"""Some steps of the real engine with the real model, as one rank of many, without values, memory or other ranks.
+"""Runs some steps of the real engine with the real model, as one rank of many, without values, memory or other ranks.
 
-Owns: what is run and counted. Must not know: what hardware costs, how configs are chosen.
+Owns: the run, and what is counted in it. Must not know: costs of hardware, how configs are chosen.
 
-[Note: The engine itself] A second model of what the engine keeps, and when, would be another engine to keep right. So
-the engine runs: its units, buckets, pool, prefetch and step are what they are in training. What is not there is the
-arithmetic (kernels: ``without_values``), the other ranks (absent_ranks), the values of tensors (no_values) and, where
-the planned device is a GPU, that: its tensors are those of a CPU, with a platform that has a memory of its own.
+[Note: The engine itself] A separate model of the engine's memory would have to be kept in step with the engine. So the
+engine itself runs: its units, buckets, pool, prefetch and step are those of training. Missing are the arithmetic
+(kernels: ``without_values``), the other ranks (absent_ranks), the values of tensors (no_values) and the planned GPU.
+Its tensors are CPU tensors, on a platform that claims a memory of its own.
 """
 
 from __future__ import annotations
@@ -42,23 +42,27 @@ WEIGHTS, STATES, BUFFERS, ACTIVATIONS, MODEL = "weights", "states", "gradients a
 KINDS = (WEIGHTS, STATES, BUFFERS, ACTIVATIONS, MODEL)
 INITIALIZE, FORWARD, BACKWARD, STEP = "initialize", "forward", "backward", "step"
 MAPPED = "file"
-"""Memory that shows what is in a file: the system's, not this process's."""
+"""Memory that maps a file. It belongs to the system, not to this process."""
 ABSENT = "absent"
-"""What no process holds."""
+"""The kind of storages that no process holds."""
 _HOST_SIDE = "host "
-"""Begins the name of what lies in the host's memory, where the device has one of its own."""
+"""Prefix of the kinds of storages in host memory, if the device has a memory of its own."""
 CUDA_GRAIN = 512
 FORWARD_ALONE = -1
 STEPS = 2
-"""With one layout the second is like all later ones: the pool is filled, gathers follow the order of the first."""
+"""With one layout, the second step is like all later ones: the pool is filled, and gathers follow the order of the
+first."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Which rank of what. apart: its device is a GPU, with a memory of its own (of ``device_bytes``) and NCCL; else it
-    is the CPU, and gloo · grain: bytes of which an allocation is a whole number; None: that of the device · node_ranks:
-    of each node, one after the other; 0: all ranks are in one · in_slices: each rank reads its part of the weights
-    alone, so that nobody has the whole model while it is loaded."""
+    """The rank that a run plays.
+
+    apart: the device is a GPU with ``device_bytes`` of memory and NCCL; otherwise it is the CPU with gloo · grain:
+    allocations are rounded up to a multiple of so many bytes; None: as the device does · node_ranks: ranks of each
+    node, in rank order; 0: one node · in_slices: each rank reads only its part of the weights, so no rank holds the
+    whole model while it is loaded.
+    """
 
     ranks: int = 1
     rank: int = 0
@@ -71,14 +75,15 @@ class Place:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a run has shown.
+    """The result of a dry run.
 
-    device, host: what is alive there in initialize and in the steps, of each stretch of one phase and unit the moment
-    with most; the host's are empty where the device is the CPU · at_rest, host_at_rest: after the last step · issued:
-    the collectives of that step · memory: what the engine says (``Engine.memory``) · seconds: that it took ·
-    tape: all of that step that takes time · depths, layers: of the shorter models by which it was found, and how many
-    the whole one has; empty where that ran. Then ``issued`` and ``tape`` are the deepest one's, ``tape_before`` that of
-    the one before.
+    device, host: for each stretch of one phase and unit, the moment with the most bytes; host is empty if the device is
+    the CPU · at_rest, host_at_rest: after the last step · issued: the collectives of that step · memory:
+    ``Engine.memory`` · seconds: the time of the dry run · tape: the events of that step that take time.
+
+    depths, layers: the layers of the shorter models that the result was derived from, and of the whole one; empty and 0
+    if the whole one ran. Otherwise ``issued`` and ``tape`` are those of the deepest model, and ``tape_before`` is that
+    of the next shorter one.
     """
 
     device: list[Moment]
@@ -97,22 +102,24 @@ class DryRun:
 
     @property
     def peak(self) -> Moment:
-        """Of a step, on the device."""
+        """The moment of a step with the most bytes on the device."""
         return highest(self.device, (FORWARD, BACKWARD, STEP))
 
     def peak_in(self, phase: str) -> Moment:
-        """On the device."""
+        """The moment of ``phase`` with the most bytes on the device."""
         return highest(self.device, (phase,))
 
     @property
     def host_peak(self) -> Moment:
-        """In the host's memory, where that is another."""
+        """The moment with the most bytes in host memory, if the device has a memory of its own."""
         return highest(self.host, (INITIALIZE, FORWARD, BACKWARD, STEP))
 
 
 class _Late(Done):
-    """A GPU runs behind the host: what it was given is over when the host has waited for it, and not before, so that
-    memory is held as long as it may be."""
+    """Work of a GPU, which runs behind the host: it counts as complete only when the host has waited for it.
+
+    So memory is held as long as a real run may hold it.
+    """
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -137,7 +144,7 @@ class _Late(Done):
 
 
 class _LateStream(CopyStream):
-    """Of a GPU."""
+    """A copy stream of a planned GPU."""
 
     def __init__(self, device: torch.device, ledger: Ledger, recorder: Recorder) -> None:
         super().__init__(device)
@@ -164,7 +171,7 @@ class _LateStream(CopyStream):
 
 
 class _Imagined(Platform):
-    """The CPU, or a GPU in its place."""
+    """The platform of the CPU, or of a planned GPU."""
 
     def __init__(self, place: Place, ledger: Ledger, recorder: Recorder) -> None:
         super().__init__(HOST)
@@ -223,12 +230,13 @@ def dry_run(
     options: Mapping[str, Any] | None = None,
     steps: int = STEPS,
 ) -> DryRun:
-    """Run ``steps`` steps with the same buckets, or none; with ``FORWARD_ALONE`` a forward and no step.
+    """Run steps until ``steps`` of them in a row have had the same layout; 0: none. ``FORWARD_ALONE``: a forward and no
+    step.
 
-    make: makes the model, inside of ``without_values`` · batch: a micro-batch · loss: of what the model returns ·
-    options: further arguments of ``initialize``.
+    make: makes the model, inside of ``without_values`` · batch: makes a micro-batch · loss: a function of the model's
+    output · options: further arguments of ``initialize``.
 
-    ``UsageError`` where the model, or the loss, asks for values that only data has.
+    ``UsageError`` if the model or the loss asks for values that only data has.
     """
     began = time.perf_counter()
     ledger = Ledger(grain=place.grain or (CUDA_GRAIN if place.apart else 1))
@@ -277,7 +285,8 @@ def dry_run(
 
 
 def _close(engine: Engine) -> None:
-    """Where a model has failed amid a step: what is wrong with it is told, and not what follows from that."""
+    """Close an engine whose model may have failed in a step. Errors of closing are dropped in favour of the model's
+    own."""
     with suppress(Exception):
         engine.close()
 
@@ -318,8 +327,11 @@ def _train(
 
 
 def _tell_units(ledger: Ledger, model: nn.Module) -> None:
-    """From now on the ledger knows which block of ``model`` computes. One's backward begins when its output has its
-    gradient; what is after the last in forward, or before it in backward, is in no unit."""
+    """Let the ledger know, from now on, which block of ``model`` computes.
+
+    The backward of a block begins when its output gets a gradient. Anything after the last block in forward, or before
+    it in backward, is in no unit.
+    """
 
     def hook(block: nn.Module, name: str) -> None:
         def begins(*_: Any) -> None:
@@ -354,8 +366,10 @@ def _name_kept(ledger: Ledger, engine: Engine) -> None:
 
 @contextmanager
 def _as_always() -> Iterator[None]:
-    """Inside, what lies in cycles stays, as it may in training between two collections, and gradients are there,
-    wherever a plan is made; random numbers that are drawn are given back."""
+    """Inside, reference cycles are not collected, as in training between two collections, and gradients are enabled.
+
+    Random states are restored afterwards.
+    """
     collects, log = gc.isenabled(), logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
     gc.collect(1)  # of a run before this one; all that a process has is much more, and takes longer than a small run
@@ -372,8 +386,8 @@ def _as_always() -> Iterator[None]:
 
 @contextmanager
 def _interrupted_afterwards() -> Iterator[None]:
-    """Ctrl-C inside counts behind it, the second one at once: an exception amid an operation that a mode plays ends the
-    process."""
+    """Defer Ctrl-C to the end of the block, because an exception inside an operation that a dispatch mode handles ends
+    the process. A second Ctrl-C acts at once."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield
@@ -418,7 +432,7 @@ def _told() -> Iterator[None]:
 
 
 def bytes_by_kind(moment: Moment) -> Counter[str]:
-    """Of a moment, in the words of ``KINDS``."""
+    """Return the bytes of a moment by kind, as named in ``KINDS``."""
     found: Counter[str] = Counter()
     for kind, size in moment.alive.items():
         kind = kind.removeprefix(_HOST_SIDE)

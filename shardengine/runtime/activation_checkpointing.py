@@ -159,7 +159,7 @@ def _keep_out_of_graphs() -> None:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _SavedPlace:
     """The place of the tensor with this number."""
 
     number: int
@@ -171,7 +171,7 @@ def _take_apart(value: Any, tensors: list[Tensor], name: str) -> Any:
         number = next((n for n, known in enumerate(tensors) if known is value), len(tensors))
         if number == len(tensors):
             tensors.append(value)
-        return _Place(number)
+        return _SavedPlace(number)
     if type(value) in (tuple, list):
         return type(value)(_take_apart(item, tensors, name) for item in value)
     if type(value) is dict:
@@ -187,7 +187,7 @@ def _take_apart(value: Any, tensors: list[Tensor], name: str) -> Any:
 
 def _put_together(template: Any, tensors: Sequence[Tensor]) -> Any:
     """Return the reverse of ``_take_apart``, in new containers."""
-    if isinstance(template, _Place):
+    if isinstance(template, _SavedPlace):
         return tensors[template.number]
     if type(template) in (tuple, list):
         return type(template)(_put_together(item, tensors) for item in template)

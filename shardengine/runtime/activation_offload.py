@@ -101,7 +101,7 @@ class ActivationStore:
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Move tensors that autograd saves inside to host memory; for one forward of one block."""
-        call = _Call(self, self._latest)
+        call = _OffloadedCall(self, self._latest)
         try:
             with torch.autograd.graph.saved_tensors_hooks(call.pack, _unpack):
                 yield
@@ -136,7 +136,7 @@ class ActivationStore:
 _Key = tuple[int, int, int, torch.dtype, int]
 
 
-class _Call:
+class _OffloadedCall:
     """One forward of one block: the stretches that it saves, and ``before``: those of the call before it."""
 
     def __init__(self, store: ActivationStore, before: list[weakref.ref[_Stretch]]) -> None:

@@ -29,7 +29,7 @@ _MOST = 64
 """Forwards whose calls are known at the same time. The backward of an older one is that of a line by itself."""
 
 
-class Call:
+class UnitCall:
     """One forward of unit ``unit``. line None: the call is in no line.
 
     number: autograd's count of nodes when it began · replayed: it ran without grad, and is recomputed in backward ·
@@ -37,11 +37,11 @@ class Call:
     reached its outputs · over: its backward is over.
     """
 
-    def __init__(self, unit: int, line: Line | None = None, *, replayed: bool = False) -> None:
+    def __init__(self, unit: int, line: CallLine | None = None, *, replayed: bool = False) -> None:
         self.unit = unit
         self.line = line
         self.place = 0 if line is None else len(line.calls)
-        self.group: list[Call] = [self]
+        self.group: list[UnitCall] = [self]
         self.number = torch._C._autograd._get_sequence_nr()
         self.replayed = replayed
         self.announced = False
@@ -69,7 +69,7 @@ class Call:
         self.reached = True
 
 
-class Line:
+class CallLine:
     """The calls of one forward.
 
     left: how many calls, from the first on, are not over · modules: the outermost ones of this line · task: the latest
@@ -78,7 +78,7 @@ class Line:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.calls: list[Call] = []
+        self.calls: list[UnitCall] = []
         self.modules: set[int] = set()
         self.renew()
 
@@ -90,7 +90,7 @@ class Line:
         for call in self.calls:
             call.renew()
 
-    def add(self, call: Call, *, begins: bool) -> None:
+    def add(self, call: UnitCall, *, begins: bool) -> None:
         """Append ``call``, whose forward begins. begins: a region begins with it, if it is replayed."""
         before = self.calls[-1] if self.calls else None
         if call.replayed and not begins and before is not None and before.replayed:
@@ -100,7 +100,7 @@ class Line:
         self.left = len(self.calls)
         self.outstanding[call.unit] += 1
 
-    def down_to(self, place: int) -> Iterator[list[Call]]:
+    def down_to(self, place: int) -> Iterator[list[UnitCall]]:
         """Yield the groups after ``place``, last one first, that are not known to be over; they are over afterwards."""
         while self.left > place:
             group = self.calls[self.left - 1].group
@@ -122,9 +122,9 @@ class Calls:
     def __init__(self) -> None:
         self.inside: set[int] = set()
         self.may_differentiate = False
-        self.lines: list[Line] = []
-        self.running: Line | None = None
-        self._paused: list[Line] = []
+        self.lines: list[CallLine] = []
+        self.running: CallLine | None = None
+        self._paused: list[CallLine] = []
         self._count = 0
 
     def forget(self) -> None:
@@ -147,21 +147,21 @@ class Calls:
         """Begin a forward with grad of ``module``, an outermost one."""
         if not self.lines or id(module) in self.lines[-1].modules or self.lines[-1].task >= 0:
             self._count += 1
-            self.lines.append(Line(self._count))
+            self.lines.append(CallLine(self._count))
             self.may_differentiate = False
             del self.lines[:-_MOST]  # of forwards with grad that have no backward
         self.lines[-1].modules.add(id(module))
 
-    def begin(self, unit: int, *, grad: bool, differentiable: bool, trains: bool) -> Call:
+    def begin(self, unit: int, *, grad: bool, differentiable: bool, trains: bool) -> UnitCall:
         """Begin a forward of ``unit``. differentiable: one of its inputs needs a gradient · trains: the unit does."""
         self.may_differentiate |= trains
         if not self.lines:
-            return Call(unit)
-        call = Call(unit, self.lines[-1], replayed=not grad)
+            return UnitCall(unit)
+        call = UnitCall(unit, self.lines[-1], replayed=not grad)
         self.lines[-1].add(call, begins=differentiable)
         return call
 
-    def computed_again(self, unit: int) -> Call | None:
+    def computed_again(self, unit: int) -> UnitCall | None:
         """Return the call that is recomputed, if ``unit`` begins a forward in backward; None if it is unknown."""
         node: Any = torch._C._current_autograd_node()
         if node is None:
@@ -174,16 +174,16 @@ class Calls:
                 return next(waits, None) if found.replayed else None
         return None
 
-    def that_ran(self, unit: int, number: int) -> Call | None:
+    def that_ran(self, unit: int, number: int) -> UnitCall | None:
         """Return the call of ``unit`` that made autograd's node ``number``; None if that call is in no line."""
-        found: Call | None = None
+        found: UnitCall | None = None
         for line in self.lines:
             place = bisect_right(line.calls, number, key=lambda call: call.number)
             if place and (found is None or line.calls[place - 1].number > found.number):
                 found = line.calls[place - 1]
         return found if found is not None and found.unit == unit else None
 
-    def approach(self, call: Call) -> Iterator[list[Call]]:
+    def approach(self, call: UnitCall) -> Iterator[list[UnitCall]]:
         """Yield the groups of calls that are over, in order, because backward has come to ``call``."""
         line, task = call.line, torch._C._current_graph_task_id()
         if line is None:
@@ -193,11 +193,11 @@ class Calls:
         line.task = max(line.task, task)
         yield from line.down_to(call.group[-1].place + 1)
 
-    def is_late(self, call: Call) -> bool:
+    def is_late(self, call: UnitCall) -> bool:
         """Whether a gradient reaches ``call`` in a run of autograd that has left it already."""
         return call.over and call.line is not None and torch._C._current_graph_task_id() <= call.line.task
 
-    def turn_to(self, line: Line) -> Iterator[list[Call]]:
+    def turn_to(self, line: CallLine) -> Iterator[list[UnitCall]]:
         """Yield the groups that are over because backward has come to ``line``.
 
         It has come to the result of the line's forward, or to a call in it.
@@ -213,7 +213,7 @@ class Calls:
         line.task, self.running = task, line
         self._paused = [each for each in self._paused if each is not line]
 
-    def finish(self) -> Iterator[list[Call]]:
+    def finish(self) -> Iterator[list[UnitCall]]:
         """End the backward and yield the groups that are over with it.
 
         If it came through no line, these are the groups of the last line.
@@ -227,7 +227,7 @@ class Calls:
         self._paused.clear()
         self.lines = [line for line in self.lines if line.task < 0 and line is not last]
 
-    def over(self, call: Call) -> None:
+    def over(self, call: UnitCall) -> None:
         """Record that the backward of ``call`` is over."""
         line = call.line
         if line is None or call.over:
@@ -237,11 +237,11 @@ class Calls:
         while line.left and line.calls[line.left - 1].over:
             line.left -= 1
 
-    def is_last(self, call: Call) -> bool:
+    def is_last(self, call: UnitCall) -> bool:
         """Whether no other call of its unit is outstanding in its line."""
         return call.line is not None and call.line.outstanding[call.unit] <= (0 if call.over else 1)
 
-    def waits_for_others(self, call: Call) -> bool:
+    def waits_for_others(self, call: UnitCall) -> bool:
         """Whether an earlier line that backward may yet turn to has calls of the same unit."""
         line = call.line
         return any(
@@ -249,7 +249,7 @@ class Calls:
             for each in self.lines
         )
 
-    def is_followed(self, call: Call) -> bool:
+    def is_followed(self, call: UnitCall) -> bool:
         """Whether the next call that backward reaches after ``call`` is of the same unit, which therefore stays."""
         line = call.line
         return line is not None and call.place > 0 and line.calls[call.place - 1].unit == call.unit

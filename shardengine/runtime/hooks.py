@@ -33,7 +33,7 @@ from torch.utils.hooks import RemovableHandle
 from shardengine.ddp import Forward
 from shardengine.errors import CommunicationError, MismatchError, UsageError
 from shardengine.runtime import transforms
-from shardengine.runtime.calls import Call
+from shardengine.runtime.calls import UnitCall
 from shardengine.runtime.casting import cast_inputs
 from shardengine.runtime.deferred_gather import DeferredGather
 from shardengine.runtime.saved_weights import SavedWeights
@@ -278,7 +278,7 @@ def _leave(schedule: Schedule, root: nn.Module, ended: Callable[[], None] | None
     return _Hook(leave)
 
 
-class Watched:
+class WatchedParameters:
     """The parameters of one module whose weights rest sharded; it announces look-ups of a parameter by name.
 
     ``nn.Module`` looks a parameter up in this dict (``module.weight``), also for another module's forward. Iteration
@@ -310,7 +310,7 @@ class Watched:
 
 def attach_reads(
     schedule: Schedule, units: Mapping[nn.Module, int], unit_of: Mapping[int, int], tell: Callable[[str, int], None]
-) -> list[Watched]:
+) -> list[WatchedParameters]:
     """Unshard weights that are read outside of their unit's forward.
 
     unit_of: id(parameter) → its unit. The last argument is called with (name in the module, id(parameter)) at each such
@@ -328,7 +328,7 @@ def attach_reads(
         return announce
 
     parts = {part for unit in units for part in unit.modules() if any(p is not None for p in part._parameters.values())}
-    return [Watched(part, announcer(part)) for part in parts]
+    return [WatchedParameters(part, announcer(part)) for part in parts]
 
 
 class _NodeEvents:
@@ -365,7 +365,7 @@ class _UnitHooks:
     def __init__(self, schedule: Schedule, index: int) -> None:
         self._schedule = schedule
         self._index = index
-        self._open: list[tuple[Call, bool]] = []
+        self._open: list[tuple[UnitCall, bool]] = []
         self._recorded: list[bool] = []
         self._saved = SavedWeights(schedule.units[index].spans, functools.partial(schedule.saved_weight_read, index))
 
@@ -392,7 +392,7 @@ class _UnitHooks:
         outputs = list(tensors_in(output))
         keep = False
         if grad:
-            call, differentiable = self._open.pop() if self._open else (Call(self._index), True)
+            call, differentiable = self._open.pop() if self._open else (UnitCall(self._index), True)
             for node in _nodes_of(outputs):
                 _NodeEvents.of(node).reached.append(
                     lambda: self._schedule.pre_backward(self._index, call, announced=call.announced)

@@ -86,7 +86,7 @@ def place(
                     partition, layout, flat_buffer_layout, mesh, (weights, state), homes
                 )
                 given = {m.index: m.parameter for m in found if source is not None and source.gives(m.parameter)}
-                fill = _Filling(flat_buffer, found, layout, collectives, which, weights)
+                fill = _BufferFilling(flat_buffer, found, layout, collectives, which, weights)
                 for bucket in flat_buffer.buckets:
                     if source is not None and given.keys() >= {p.parameter for p in layout.pieces(bucket.layout)}:
                         fill.from_source(bucket, source)
@@ -156,7 +156,7 @@ def new_flat_buffer(
     ]
 
 
-class _Filling:
+class _BufferFilling:
     """Fills one flat buffer, bucket by bucket ([Note: Peak]). weights: their placement at rest."""
 
     def __init__(

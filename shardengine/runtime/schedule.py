@@ -79,7 +79,7 @@ from torch import Tensor, nn
 from shardengine.comm import BLOCKS, EVALUATE, Coding, Collectives, Purpose, gathering
 from shardengine.ddp import Forward, Phase, Reducer, StepState
 from shardengine.errors import MismatchError, UsageError
-from shardengine.runtime.calls import Call, Calls, Line
+from shardengine.runtime.calls import CallLine, Calls, UnitCall
 from shardengine.runtime.prefetch_order import AgreedOrder, PrefetchOrders
 from shardengine.runtime.recorded_window import Event, MicroBatch, RecordedWindow, What, in_order
 from shardengine.runtime.transforms import unwrapped
@@ -113,16 +113,16 @@ class Hold:
 
     def __init__(self) -> None:
         self.depth = 0
-        self.calls: set[Call] = set()
-        self.silent: set[Call] = set()
-        self.over: set[tuple[Call, int]] = set()
+        self.calls: set[UnitCall] = set()
+        self.silent: set[UnitCall] = set()
+        self.over: set[tuple[UnitCall, int]] = set()
         self.fired: set[int] = set()
         self.kept = False
         self.lent = False
         self.since: Moment | None = None
         self.forward_only = False
 
-    def finish(self, calls: set[Call]) -> None:
+    def finish(self, calls: set[UnitCall]) -> None:
         """End the backwards of ``calls``; late announcements in the same run of autograd are then ignored."""
         self.over |= {(call, call.task) for call in calls}
         self.calls -= calls
@@ -237,7 +237,7 @@ class Schedule:
         return self._holds[index].depth
 
     @property
-    def line(self) -> Line | None:
+    def line(self) -> CallLine | None:
         """The calls of the outermost module's running forward, or of its last one."""
         return self._calls.lines[-1] if self._calls.lines else None
 
@@ -309,7 +309,7 @@ class Schedule:
         self._grad_pass = True
         return True
 
-    def pre_forward(self, index: int, *, grad: bool, differentiable: bool) -> Call | None:
+    def pre_forward(self, index: int, *, grad: bool, differentiable: bool) -> UnitCall | None:
         """Begin a forward of unit ``index``: unshard it. Return the call; None if it is not observed.
 
         differentiable: whether one of its inputs needs a gradient.
@@ -324,11 +324,11 @@ class Schedule:
         hold.since = self._collectives.trace.mark()
         return call
 
-    def _begin_call(self, index: int, *, grad: bool, differentiable: bool) -> Call:
+    def _begin_call(self, index: int, *, grad: bool, differentiable: bool) -> UnitCall:
         if self.in_backward:
             found = self._calls.computed_again(index) if grad else None
             if found is None:
-                return Call(index)
+                return UnitCall(index)
             self._leave_behind(self._calls.approach(found))
             found.note_computed()
             return found
@@ -336,7 +336,7 @@ class Schedule:
         self._calls.inside.add(index)
         trains = self.trains(index)
         if nested or not self._grad_pass or not (trains or differentiable or self._calls.may_differentiate):
-            return Call(index)
+            return UnitCall(index)
         return self._calls.begin(index, grad=grad, differentiable=differentiable, trains=trains)
 
     def post_forward(self, index: int, grad: bool, keep: bool, views: Sequence[Tensor]) -> None:
@@ -406,7 +406,7 @@ class Schedule:
         self.recorded.begin_backward(synchronises=window.synchronises)
         self.pre_backward_root()
 
-    def pre_backward_root(self, forward: Forward | None = None, line: Line | None = None) -> None:
+    def pre_backward_root(self, forward: Forward | None = None, line: CallLine | None = None) -> None:
         """Unshard the root: a gradient reached the output of the outermost module, returned in ``forward``.
 
         line: the calls of that forward. If this backward was not announced, and it is the window's last, its end is
@@ -438,7 +438,7 @@ class Schedule:
 
         torch.autograd.Variable._execution_engine.queue_callback(over)
 
-    def pre_backward(self, index: int, call: Call, *, announced: bool) -> None:
+    def pre_backward(self, index: int, call: UnitCall, *, announced: bool) -> None:
         """Handle a gradient that reached the outputs of ``call`` of unit ``index``. announced: ``post_backward`` will
         come."""
         self._require_weights()
@@ -476,7 +476,7 @@ class Schedule:
             self._holds[index].kept = True
             self._request(index)
 
-    def _hold_for_backward(self, index: int, call: Call, *, announced: bool) -> None:
+    def _hold_for_backward(self, index: int, call: UnitCall, *, announced: bool) -> None:
         hold = self._holds[index]
         hold.kept |= torch.is_grad_enabled()  # create_graph: backward through this backward announces nothing
         if not announced:
@@ -492,14 +492,14 @@ class Schedule:
         unit = self.units[index]
         return any(_is_due(m.parameter) for m in unit.members if m.index in unit.trainable)
 
-    def post_backward(self, index: int, call: Call) -> None:
+    def post_backward(self, index: int, call: UnitCall) -> None:
         """Handle a gradient of an input of ``call``: its weights are not needed any more."""
         hold = self._holds[index]
         if call in hold.calls:
             self._trace("backward", index, hold)
             self._end_call(call)
 
-    def _end_call(self, call: Call) -> None:
+    def _end_call(self, call: UnitCall) -> None:
         """End the backward of ``call``: its unit gets no more gradients, unless by other calls."""
         hold = self._holds[call.unit]
         hold.finish({call})
@@ -512,7 +512,7 @@ class Schedule:
         if not self._calls.is_followed(call):
             self._reshard_unless_held(call.unit)
 
-    def _may_grow(self, call: Call) -> bool:
+    def _may_grow(self, call: UnitCall) -> bool:
         """Whether the backward of an earlier forward, in this run, may still bring gradients of the unit."""
         if not self._calls.waits_for_others(call):
             return False
@@ -520,7 +520,7 @@ class Schedule:
         due = (m.parameter for m in unit.members if m.index in unit.trainable and m.index not in fired)
         return call.replayed or any(_is_due(parameter) for parameter in due)
 
-    def _leave_behind(self, groups: Iterable[Sequence[Call]]) -> None:
+    def _leave_behind(self, groups: Iterable[Sequence[UnitCall]]) -> None:
         """End the calls that backward has left behind, including those that it skipped on this rank.
 
         Other ranks may have gathered the units of skipped calls, and wait for this rank's part of the gathers.

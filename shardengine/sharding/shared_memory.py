@@ -30,7 +30,7 @@ from shardengine.errors import UsageError
 from shardengine.sharding.inner import is_outer
 
 
-class _Place(NamedTuple):
+class _MemoryPlace(NamedTuple):
     """Where a tensor lies. space: the device, or a storage that has no addresses · start, end: bytes there."""
 
     space: str
@@ -126,7 +126,7 @@ def _pairs(named: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
     """Names of tensors that share memory, in the order of ``named``."""
     names = [name for name, tensor in named.items() if _is_strided(tensor)]
     places = sorted(_place(named[name], number) for number, name in enumerate(names))
-    open_places: list[_Place] = []
+    open_places: list[_MemoryPlace] = []
     found: list[tuple[int, int]] = []
     for place in places:
         open_places = [each for each in open_places if each.space == place.space and each.end > place.start]
@@ -149,13 +149,13 @@ def _extent(tensor: Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _place(tensor: Tensor, number: int) -> _Place:
+def _place(tensor: Tensor, number: int) -> _MemoryPlace:
     with torch._C.DisableTorchFunctionSubclass():
         if tensor.is_meta or isinstance(tensor, FakeTensor):
             space, start = f"meta {tensor.untyped_storage()._cdata}", int(tensor.storage_offset()) * tensor.itemsize
         else:
             space, start = str(tensor.device), tensor.data_ptr()
-    return _Place(space, start, start + _extent(tensor) * tensor.itemsize, number)
+    return _MemoryPlace(space, start, start + _extent(tensor) * tensor.itemsize, number)
 
 
 def _overlaps_itself(tensor: Tensor) -> bool:
@@ -173,7 +173,7 @@ def _overlaps_itself(tensor: Tensor) -> bool:
     return numbers.unique().numel() < tensor.numel()
 
 
-def _share(*placed: tuple[Tensor, _Place]) -> bool:
+def _share(*placed: tuple[Tensor, _MemoryPlace]) -> bool:
     """Whether two tensors whose intervals of bytes overlap have a byte in common."""
     if all(_extent(tensor) <= tensor.numel() for tensor, _ in placed):
         return True  # neither leaves anything out

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardengine.checkpoint import index, left_out
 from shardengine.errors import CheckpointError, ConfigError, UsageError
-from shardengine.interchange.stored import Stored
+from shardengine.interchange.stored import StoredCheckpoint
 from shardengine.sharding import WEIGHT, FlatSlice
 from tests.support import cases
 from tests.support.ranks import RankPool
@@ -151,7 +151,10 @@ def test_what_is_trained_here_cannot_come_from_it(tmp_path: Path) -> None:
 
 def test_an_export_says_what_is_missing(tmp_path: Path) -> None:
     saved("2", str(tmp_path), {})
-    with Stored(tmp_path / "adapters") as stored, pytest.raises(CheckpointError, match="leaves out frozen parameters"):
+    with (
+        StoredCheckpoint(tmp_path / "adapters") as stored,
+        pytest.raises(CheckpointError, match="leaves out frozen parameters"),
+    ):
         stored.whole("base.weight", WEIGHT)
 
 

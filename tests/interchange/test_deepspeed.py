@@ -20,7 +20,7 @@ from shardengine.app.cli import main
 from shardengine.errors import CheckpointError, UsageError
 from shardengine.interchange import deepspeed, unsharded, writing
 from shardengine.interchange.foreign import Foreign, ForeignParameter
-from shardengine.interchange.shards import Part, rows_by_group, rows_by_parameter
+from shardengine.interchange.shards import ShardPart, rows_by_group, rows_by_parameter
 from tests.data import make_deepspeed as made
 from tests.support import cases
 from tests.support.ranks import RankPool
@@ -273,10 +273,10 @@ def test_what_a_whole_optimizer_steps_is_found_by_flat_master_weights():
 # Shards
 
 
-def part(tensors: list[Tensor], states: list[dict[str, Any]]) -> Part:
+def part(tensors: list[Tensor], states: list[dict[str, Any]]) -> ShardPart:
     groups = [{"params": [number]} for number in range(len(states))]
     base = {"state": dict(enumerate(states)), "param_groups": groups}
-    return Part(Path("file.pt"), {"single_partition_of_fp32_groups": tensors, "fp32_flat_groups": tensors,
+    return ShardPart(Path("file.pt"), {"single_partition_of_fp32_groups": tensors, "fp32_flat_groups": tensors,
                                   "base_optimizer_state": base})  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from shardengine.app.cli import main
 from shardengine.checkpoint import directory
 from shardengine.errors import CheckpointError, UsageError
 from shardengine.interchange import dcp, deepspeed, shards, writing
-from shardengine.interchange.dcp_files import Store
+from shardengine.interchange.dcp_files import DcpStore
 from shardengine.interchange.unpickling import load_torch
 from tests.interchange.test_deepspeed import copied, foreign_of
 
@@ -65,7 +65,7 @@ def test_odd_sections_of_dcp_are_refused_in_a_sentence(tmp_path: Path):
 
 def test_values_of_dcp_that_nobody_expects_are_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     save_dcp(whole(), checkpoint_id=str(tmp_path), no_dist=True)
-    monkeypatch.setattr(Store, "paths", lambda store: dict.fromkeys(store.tensors))
+    monkeypatch.setattr(DcpStore, "paths", lambda store: dict.fromkeys(store.tensors))
     with pytest.raises(CheckpointError, match=r"damaged, or not of the form that get_state_dict makes \(TypeError"):
         dcp.read(tmp_path)
 
@@ -87,8 +87,8 @@ def test_dcp_tensors_of_equal_form_are_read_once(tmp_path: Path, monkeypatch: py
     values |= {"tied.weight": values["layer3.weight"].clone(), "ones": torch.ones(4, 4), "others": torch.ones(4, 4)}
     save_dcp({**values, "alone": torch.rand(3)}, checkpoint_id=str(tmp_path), no_dist=True)
     reads: Counter[str] = Counter()
-    tensor = Store.tensor
-    monkeypatch.setattr(Store, "tensor", lambda store, key: reads.update([key]) or tensor(store, key))
+    tensor = DcpStore.tensor
+    monkeypatch.setattr(DcpStore, "tensor", lambda store, key: reads.update([key]) or tensor(store, key))
     names = [parameter.names for parameter in dcp.read(tmp_path).parameters]
     assert sorted(reads) == sorted(values) and set(reads.values()) == {1}
     assert ("layer3.weight", "tied.weight") in names and ("ones",) in names and len(names) == 15
@@ -131,7 +131,7 @@ def test_a_value_of_another_kind_is_named_in_words():
         with pytest.raises(CheckpointError) as caught:
             shards.need(content, "names", list, path)
         assert str(caught.value) == text
-    part = shards.Part(path, {"fp32_flat_groups": [None], "base_optimizer_state": {
+    part = shards.ShardPart(path, {"fp32_flat_groups": [None], "base_optimizer_state": {
         "state": {0: {"step": -1}}, "param_groups": [{"params": [0]}]}})  # fmt: skip
     with pytest.raises(CheckpointError, match="a flat tensor of floats for each group and state, got nothing"):
         shards.rows_by_parameter([part], [{"a": (2,)}], 0)

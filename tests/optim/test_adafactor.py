@@ -22,7 +22,7 @@ import shardengine
 from shardengine.app.cli import main
 from shardengine.checkpoint import directory, index
 from shardengine.errors import CheckpointError, ConfigError, MismatchError, UsageError
-from shardengine.interchange.stored import Stored
+from shardengine.interchange.stored import StoredCheckpoint
 from shardengine.kernels import Factored, Span
 from shardengine.optim.adafactor import add_slice
 from shardengine.optim.arithmetic import Stepped
@@ -218,7 +218,7 @@ def test_a_checkpoint_has_each_of_them_once(pools: Pools, tmp_path: Path) -> Non
     """Also those of weights that lie by channels, which are read and exported in their own order."""
     pools(3).run(save, str(tmp_path))
     files: set[str] = set()
-    with Stored(tmp_path / "a") as stored:
+    with StoredCheckpoint(tmp_path / "a") as stored:
         for name, kinds in stored.index["tensors"].items():
             for key, row in kinds.items():
                 if key in adafactor.NAMES["torch"]:

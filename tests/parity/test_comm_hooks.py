@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 import shardengine
-from shardengine.ddp.comm_hooks import Messages, by_name, error_feedback
+from shardengine.ddp.comm_hooks import HookMessages, by_name, error_feedback
 from shardengine.ddp.comm_hooks import hook as hook_module
 from shardengine.errors import MismatchError, UsageError
 from tests.support import cases
@@ -439,7 +439,7 @@ def test_messages_to_many_receivers_are_those_to_each(name: str, scale: float) -
             full = torch.randn(12 * 512, generator=torch.Generator().manual_seed(0)) * scale
             full[700], full[5000] = float("nan"), 1e30
             out = torch.zeros(12 * hook.bytes_of(512), dtype=torch.uint8)
-            Messages(hook, 0, [(0, 12 * 512)]).encode(full, 12, out)
+            HookMessages(hook, 0, [(0, 12 * 512)]).encode(full, 12, out)
             found.append((out, hook.errors[0]))
     assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
     assert found[0][1].isfinite().all() and found[0][1].any()

@@ -15,7 +15,7 @@ import torch
 import shardengine
 from shardengine.comm import Wire
 from shardengine.config import CommHookConfig
-from shardengine.ddp.comm_hooks import CommHook, Part, PowerSGD, by_name
+from shardengine.ddp.comm_hooks import CommHook, HookPiece, PowerSGD, by_name
 from shardengine.errors import CommunicationError, ConfigError
 from tests import oracle
 from tests.parity.test_delays import delayed
@@ -415,7 +415,7 @@ def test_the_same_matrix_leads_to_its_best_approximation() -> None:
     torch.manual_seed(0)
     matrix = torch.randn(40, 30) @ torch.diag(torch.linspace(3, 0.1, 30)) @ torch.randn(30, 30)
     hook = low_rank(rank=3, error_feedback=False)
-    hook.allocate(0, 1200, [Part(0, 0, 1200, (40, 30), 0)], 1, matrix.device)
+    hook.allocate(0, 1200, [HookPiece(0, 0, 1200, (40, 30), 0)], 1, matrix.device)
     u, s, v = torch.linalg.svd(matrix)
     best = u[:, :3] @ torch.diag(s[:3]) @ v[:3]
     missing = []
@@ -431,7 +431,7 @@ def test_errors_and_what_was_said_are_all_of_the_gradients() -> None:
     torch.manual_seed(1)
     hooks = [low_rank(rank=1) for _ in range(2)]
     for hook in hooks:
-        hook.allocate(0, 1200, [Part(0, 0, 1200, (40, 30), 0)], 2, torch.device("cpu"))
+        hook.allocate(0, 1200, [HookPiece(0, 0, 1200, (40, 30), 0)], 2, torch.device("cpu"))
     given, said = torch.zeros(1200), torch.zeros(1200)
     for _ in range(5):
         fulls = [torch.randn(1200) for _ in hooks]

@@ -23,7 +23,7 @@ from shardengine.compat.deepspeed import processes, schedules
 from shardengine.engine import Engine
 from shardengine.errors import CheckpointError
 from shardengine.interchange import deepspeed, weight_files, writing
-from shardengine.interchange.stored import Stored, choose, find
+from shardengine.interchange.stored import StoredCheckpoint, choose, find
 from shardengine.sharding import WEIGHT
 
 _IMPORTED = "imported-by-shardengine"
@@ -130,7 +130,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
         kept = [each for each in foreign.parameters if each.trainable or not exclude_frozen_parameters]
         return dict(foreign.buffers) | {name: each.read(WEIGHT).float() for each in kept for name in each.names}
     place = choose(find(folder if tag is None else folder / tag))[0]
-    with Stored(place) as stored:
+    with StoredCheckpoint(place) as stored:
         rows = {row["names"][0]: row for row in stored.parameters}
         state: dict[str, Tensor] = {}
         for output in weight_files.weights(stored, torch.float32):

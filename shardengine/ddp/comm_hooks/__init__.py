@@ -22,7 +22,7 @@ from shardengine.config import STEPPING_APART
 from shardengine.ddp.comm_hooks.blocks import BLOCK, BlockHook
 from shardengine.ddp.comm_hooks.error_feedback import ErrorFeedback
 from shardengine.ddp.comm_hooks.floats import FloatHook
-from shardengine.ddp.comm_hooks.hook import CommHook, Messages, Part
+from shardengine.ddp.comm_hooks.hook import CommHook, HookMessages, HookPiece
 from shardengine.ddp.comm_hooks.noop import NoopHook
 from shardengine.ddp.comm_hooks.power_sgd import LowRank, PowerSGD
 from shardengine.ddp.comm_hooks.whole_gradients import FutureWork, GradBucket, WholeGradients
@@ -73,10 +73,10 @@ __all__ = [
     "FloatHook",
     "FutureWork",
     "GradBucket",
+    "HookMessages",
+    "HookPiece",
     "LowRank",
-    "Messages",
     "NoopHook",
-    "Part",
     "PowerSGD",
     "WholeGradients",
     "buffers_per_element",

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardengine.ddp.comm_hooks.hook import MANY, CommHook, CompressedHook, Part, Used
+from shardengine.ddp.comm_hooks.hook import MANY, CommHook, CompressedHook, HookPiece, Used
 from shardengine.kernels import residual
 
 
@@ -29,7 +29,7 @@ class ErrorFeedback(CommHook):
         self.errors: dict[int, Tensor] = {}
         self._scale = 1.0
 
-    def allocate(self, bucket: int, length: int, parts: Sequence[Part], ranks: int, device: torch.device) -> None:
+    def allocate(self, bucket: int, length: int, parts: Sequence[HookPiece], ranks: int, device: torch.device) -> None:
         """No error yet of it."""
         self.errors[bucket] = torch.zeros(length, dtype=torch.float32, device=device)
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from shardengine.kernels import Compressed, compress, decompress
 
 
-class Part(NamedTuple):
+class HookPiece(NamedTuple):
     """A parameter's place in a bucket. parameter: its index · start, numel: its elements in the full-size gradient ·
     shape: in memory order · number: of its first element among all elements of the model's parameters."""
 
@@ -69,7 +69,7 @@ class CommHook:
         """Whether ``encode`` says what travels in the present step."""
         return True
 
-    def allocate(self, bucket: int, length: int, parts: Sequence[Part], ranks: int, device: torch.device) -> None:
+    def allocate(self, bucket: int, length: int, parts: Sequence[HookPiece], ranks: int, device: torch.device) -> None:
         """There is a bucket with this number, of so many elements."""
 
     def begin_step(self, number: int) -> None:
@@ -141,7 +141,7 @@ class CompressedHook(CommHook):
         decompress(self.compressed(message, out.numel()), out)
 
 
-class Messages:
+class HookMessages:
     """The messages of one reduction of a bucket. bucket: its number; None: of sums that others have begun, or of what
     is no part of a step's first reduction · used: as in ``CommHook.before``."""
 
@@ -166,6 +166,6 @@ class Messages:
         self._hook.decode(message, out)
 
     @property
-    def again(self) -> Messages:
+    def again(self) -> HookMessages:
         """Of the sums of the ranks of a shard group."""
-        return Messages(self._hook, None)
+        return HookMessages(self._hook, None)

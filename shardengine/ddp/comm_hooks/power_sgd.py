@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from shardengine.ddp.comm_hooks.error_feedback import keep
-from shardengine.ddp.comm_hooks.hook import CommHook, Part, Used
+from shardengine.ddp.comm_hooks.hook import CommHook, HookPiece, Used
 
 _ALIGN = 16
 """Elements: where a factor begins in what travels."""
@@ -64,14 +64,14 @@ class LowRank:
 class _Matrix(NamedTuple):
     """A part of a bucket that is approximated. at, then: where its factors P and Q begin in what travels."""
 
-    part: Part
+    part: HookPiece
     rows: int
     columns: int
     at: int
     then: int
 
 
-class _Plan(NamedTuple):
+class _FactorPlan(NamedTuple):
     """Of a bucket: its matrices, (where it lies, where it travels, elements) of what is summed as it is, and the
     elements of both messages."""
 
@@ -90,7 +90,7 @@ class PowerSGD(CommHook):
         self._options, self.keeps_errors = options, options.error_feedback
         self.errors: dict[int, Tensor] = {}
         self.factors: dict[int, Tensor] = {}
-        self._plans: dict[int, _Plan] = {}
+        self._plans: dict[int, _FactorPlan] = {}
         self._step, self._scale, self._ranks = 0, 1.0, 1
 
     @property
@@ -103,7 +103,7 @@ class PowerSGD(CommHook):
         """It makes none: before ``start_step`` gradients travel as they are."""
         return False
 
-    def allocate(self, bucket: int, length: int, parts: Sequence[Part], ranks: int, device: torch.device) -> None:
+    def allocate(self, bucket: int, length: int, parts: Sequence[HookPiece], ranks: int, device: torch.device) -> None:
         """Plan what travels of the bucket; no error yet, and random factors."""
         self._ranks = ranks
         plan = self._plans[bucket] = _plan(self._options, parts, ranks)
@@ -199,7 +199,7 @@ class PowerSGD(CommHook):
         return torch.randn(matrix.columns, self._options.rank, generator=generator).to(device)
 
 
-def _plan(options: LowRank, parts: Sequence[Part], ranks: int) -> _Plan:
+def _plan(options: LowRank, parts: Sequence[HookPiece], ranks: int) -> _FactorPlan:
     matrices, plain, first, second = [], [], 0, 0
 
     def aligned(count: int) -> int:
@@ -215,4 +215,4 @@ def _plan(options: LowRank, parts: Sequence[Part], ranks: int) -> _Plan:
         first += aligned(shape[0] * options.rank)
         second += aligned(shape[1] * options.rank)
     quantum = ranks * _ALIGN
-    return _Plan(matrices, plain, (-(-first // quantum) * quantum, -(-second // quantum) * quantum))
+    return _FactorPlan(matrices, plain, (-(-first // quantum) * quantum, -(-second // quantum) * quantum))
