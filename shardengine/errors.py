@@ -12,7 +12,8 @@
     ├── CommunicationError (RuntimeError)  a collective failed or timed out; names operation, bucket, parameters, rank
     └── InternalError (AssertionError)     an invariant of ours broke: a bug in shardengine, please report it
 
-A message says what was expected, what was given, and what to do.
+A message says what was expected, what was given, and what to do. ``error.code`` is a short name of the kind of error,
+such as "join-nested". It stays the same when the message is reworded; docs/troubleshooting.md lists the codes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,11 @@ def call_by(names: dict[str, str]) -> None:
 
 
 class ShardEngineError(Exception):
-    """Base class of every exception that shardengine raises on purpose."""
+    """Base class of every exception that shardengine raises on purpose. code: names the kind of error, "" for none."""
+
+    def __init__(self, *args: object, code: str = "") -> None:
+        super().__init__(*args)
+        self.code = code
 
     def __str__(self) -> str:
         text = super().__str__()

@@ -1,8 +1,8 @@
-"""What a run has: ranks, and the memory of each tier, as people write it (``4x24GB``) and read it.
+"""The hardware of a run: ranks and the memory of each tier, parsed from and shown as people write it (``4x24GB``).
 
 Must not know: engines.
 
-Sizes are decimal, as on a card's box (24GB is 24e9 bytes, what a card of that name has at least); GiB are binary.
+Sizes are decimal, as on a card's box: 24GB is 24e9 bytes, and a card of that name has at least as many. GiB are binary.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import NamedTuple
 from shardengine.errors import UsageError
 
 LATENCY_S = 10e-6
-"""Of a link of which nobody says it."""
+"""Latency of a link, if none is given."""
 RESERVED = 1 << 30
-"""Bytes of a GPU that no tensor gets: CUDA's context, NCCL's and cuBLAS' buffers. Declared, not measured."""
+"""Bytes of a GPU that no tensor gets: CUDA's context, and buffers of NCCL and cuBLAS. Declared, not measured."""
 _MOST_FLOPS = 1e17
-"""FLOP/s: more is a number that was said in another unit."""
+"""FLOP/s. A larger number was given in another unit."""
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]I?)?(B?)", re.IGNORECASE)
 _LINK = re.compile(r"(.+?)/s(?:\s*@\s*([0-9]+(?:\.[0-9]+)?)\s*(us|µs|ms|s))?", re.IGNORECASE)
@@ -28,14 +28,14 @@ _GPUS = re.compile(r"(?:([0-9]+)\s*[x×*])?\s*(.+)", re.IGNORECASE)
 
 
 class Link(NamedTuple):
-    """What connects a rank with others: in each direction at once · latency_s: of a collective."""
+    """The link from a rank to others. bytes_per_s: in each direction at once · latency_s: of a collective."""
 
     bytes_per_s: float
     latency_s: float
 
     @classmethod
     def parse(cls, text: str, what: str) -> Link:
-        """Of "50GB/s" or "50GB/s@10us"; ``UsageError``, which names ``what``, for anything else."""
+        """Parse "50GB/s" or "50GB/s@10us". ``UsageError``, naming ``what``, for anything else."""
         match = _LINK.fullmatch(text.strip())
         if match is None:
             raise UsageError(f"{what}: expected a speed and maybe a latency, as 50GB/s@10us, got {text!r}")
@@ -45,13 +45,16 @@ class Link(NamedTuple):
 
 @dataclass(frozen=True)
 class Hardware:
-    """ranks: one for each device · device_bytes: of memory of one device · host_bytes, disk_bytes: of host memory, and
-    of the disk for the tier nvme, for all ranks of a node, None: not asked · node_ranks: ranks that share them, None:
-    all · is_gpu: else the device is the CPU, whose memory the ranks share.
+    """The ranks of a run, one per device, and their memory.
 
-    For the time of a step (rates): link: of a rank to those of other nodes, or, in one node, to all · node_link: to
-    those of its node · flops: of a device, FLOP/s by dtype ("bf16", …) · memory_speed: of its memory, disk_speed: of a
-    node's disk, bytes/s · None, {}: not said."""
+    device_bytes: memory of one device · host_bytes, disk_bytes: host memory, and disk for the tier nvme, of a node, for
+    all of its ranks; None: not checked · node_ranks: ranks of a node; None: all · is_gpu: if False, the device is the
+    CPU, whose memory the ranks share.
+
+    For the time of a step (rates): link: from a rank to ranks of other nodes, or to all ranks if there is one node ·
+    node_link: to ranks of its own node · flops: FLOP/s of a device by dtype ("bf16", …) · memory_speed: bytes/s of a
+    device's memory · disk_speed: bytes/s of a node's disk · None, {}: not given.
+    """
 
     ranks: int
     device_bytes: int
@@ -87,7 +90,7 @@ class Hardware:
         node_ranks: int | None = None,
         **speeds: str | None,
     ) -> Hardware:
-        """Of texts: "4x24GB" or "24GB" (one), "128GB", "1TB" or "1TB@6GB/s". ``UsageError`` for others.
+        """Parse texts: "4x24GB" or "24GB" (one GPU), "128GB", "1TB" or "1TB@6GB/s". ``UsageError`` for others.
 
         speeds: link, node_link: "50GB/s@10us" · tflops: "312", of bf16 and fp16, or "312,fp32=19.5" · memory: "2TB/s".
         """
@@ -110,22 +113,22 @@ class Hardware:
 
     @property
     def has_speeds(self) -> bool:
-        """Whether something is said of how fast it is."""
+        """Whether any speed is given."""
         said = (self.link, self.node_link, self.memory_speed, self.disk_speed)
         return bool(self.flops) or any(each is not None for each in said)
 
     @property
     def reserved_bytes(self) -> int:
-        """Of one device, that no tensor gets."""
+        """Bytes of one device that no tensor gets."""
         return RESERVED if self.is_gpu else 0
 
     @property
     def usable_bytes(self) -> int:
-        """Of one device, for tensors."""
+        """Bytes of one device for tensors."""
         return self.device_bytes - self.reserved_bytes
 
     def per_rank(self, of_node: int | None) -> int | None:
-        """A rank's part of what its node has; None: not asked."""
+        """Return a rank's part of its node's bytes; None: not checked."""
         return None if of_node is None else of_node // (self.node_ranks or self.ranks)
 
     def __str__(self) -> str:
@@ -136,7 +139,7 @@ class Hardware:
 
 
 def _parse_flops(text: str | None) -> dict[str, float]:
-    """Of "312" or "312,fp32=19.5", in TFLOP/s; ``UsageError`` for anything else."""
+    """Parse "312" or "312,fp32=19.5", in TFLOP/s. ``UsageError`` for anything else."""
     found: dict[str, float] = {}
     for part in text.split(",") if text else ():
         name, is_named, number = part.strip().rpartition("=")
@@ -152,7 +155,7 @@ def _parse_flops(text: str | None) -> dict[str, float]:
 
 
 def parse_bytes(text: str, what: str) -> int:
-    """Of "24GB", "80 GiB", "1.5TB"; ``UsageError``, which names ``what``, for anything else."""
+    """Parse "24GB", "80 GiB" or "1.5TB". ``UsageError``, naming ``what``, for anything else."""
     match = _SIZE.fullmatch(text.strip())
     if match is None or not float(match[1]) or not (match[2] or match[3]):
         raise UsageError(f"{what}: expected a size, as 24GB or 80GiB, got {text!r}")
@@ -162,14 +165,14 @@ def parse_bytes(text: str, what: str) -> int:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of equally many cells, one under the other."""
+    """Align rows of equally many cells in columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
 
 
 def show_bytes(count: float) -> str:
-    """Bytes for people: ``16.8 MB`` (decimal units)."""
+    """Format bytes for people: ``16.8 MB`` (decimal units)."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

@@ -1,11 +1,12 @@
-"""Layers that a model repeats, a copy with fewer of them, and what a run with all of them needs.
+"""Finds the layers that a model repeats, copies it with fewer of them, and extrapolates moments to all of them.
 
-Owns: which modules are alike, how needs follow from those of shorter models. Must not know: engines, how is counted.
+Owns: which modules are alike, the extrapolation. Must not know: engines, how storages are counted.
 
-[Note: Fewer layers] What a step keeps grows with each layer by the same bytes, and who needs most may be another moment
-in a deep model than in a shallow one. So each moment is followed by itself: the first layers, the last ones, what is
-before and after them, in each phase. Its bytes are a line through two depths. A third depth shows whether that holds,
-and one forward of the whole model whether it keeps as much as is said; where not, the whole model runs.
+[Note: Fewer layers] With each further layer, the storages of a step grow by the same bytes. The moment with the peak
+may differ between a shallow and a deep model. So each moment is followed by itself: of the first layers, of the last
+ones, and of the modules before and after them, in each phase. Its bytes are a line through two depths. A third depth
+checks that line, and one forward of the whole model checks that it keeps as many bytes as predicted. If a check fails,
+the whole model runs.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from torch import nn
 from shardengine.planner.ledger import Moment
 
 AFTER = "after "
-"""Begins the unit of what comes behind a block."""
+"""Prefix of the unit that follows a block."""
 NEAR = 1
-"""Periods of layers at either end of a model that are followed each by itself."""
+"""Periods of layers at either end of a model that are followed one by one."""
 TOLERANCE = 0.005
-"""Of the whole model's bytes: by so much the third depth may be off the line, carried on to all layers."""
+"""The error that is allowed for the third depth, carried on to all layers, as a part of the whole model's bytes."""
 _LONGEST_PERIOD = 12
 
 
 def lists_of_blocks(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList | nn.Sequential]]:
-    """The outermost lists of two modules or more, by name: a model's layers, or stages."""
+    """Yield the outermost lists of two modules or more, by name: a model's layers, or its stages."""
     inside: list[str] = []
     for name, module in model.named_modules():
         if any(not outer or name.startswith(outer + ".") for outer in inside):
@@ -42,7 +43,7 @@ def lists_of_blocks(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList | nn.
 
 
 def blocks_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Those in these lists, by name."""
+    """Yield the modules in these lists, by name."""
     for path, blocks in lists_of_blocks(model):
         for place, block in enumerate(blocks):
             yield f"{path}.{place}" if path else str(place), block
@@ -50,8 +51,11 @@ def blocks_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 @dataclass(frozen=True)
 class Layers:
-    """``count`` layers that are alike, in each of the lists ``paths``, from number ``first`` on. period: layers after
-    which they repeat, as where attention is local in some of them · parameters: of one, on average."""
+    """``count`` layers that are alike, in each of the lists ``paths``, from number ``first`` on.
+
+    period: the layers after which they repeat, for example if some of them have local attention · parameters: of one
+    layer, on average.
+    """
 
     paths: tuple[str, ...]
     first: int
@@ -60,13 +64,14 @@ class Layers:
     parameters: int = field(default=0, compare=False)
 
     def depths(self) -> tuple[int, int, int] | None:
-        """Of three shorter models; None where they are not less work together than the whole one."""
+        """Return the depths of three shorter models; None if running these is no less work than running the whole
+        model."""
         least = self.period * 2 * NEAR
         return (least, 2 * least, 3 * least) if 6 * least < self.count else None
 
 
 def layers_of(model: nn.Module) -> Layers | None:
-    """Those that hold most of the model's parameters; None where nothing repeats."""
+    """Return the layers that hold most of the model's parameters; None if no layers repeat."""
     found: dict[tuple[int, int, int], list[str]] = {}
     held: dict[tuple[int, int, int], int] = {}
     for path, blocks in lists_of_blocks(model):
@@ -83,8 +88,11 @@ def layers_of(model: nn.Module) -> Layers | None:
 
 
 def _signatures(blocks: Sequence[nn.Module]) -> list[Any]:
-    """Equal for layers that compute alike: classes, tensors, what of these is trained, and what of their attributes is
-    a word, a number or a flag; numbers that are the layers' own places are none."""
+    """Return values that are equal for layers that compute alike.
+
+    They hold classes, tensors, which tensors are trained, and the attributes that are words, numbers or flags. A number
+    that is the layer's own position is left out.
+    """
     plain = [list(_attributes(block)) for block in blocks]
     away: set[tuple[str, str]] = set()  # which are another's than its place
     for place, told in enumerate(plain):
@@ -111,7 +119,7 @@ def _attributes(block: nn.Module) -> Iterator[tuple[str, str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """What tells it from others, by value; None: it says nothing."""
+    """Return a value that can be compared, or None if ``value`` does not distinguish layers."""
     if isinstance(value, (bool, int, float, str, BuiltinFunctionType)):
         return value
     if isinstance(value, FunctionType):
@@ -122,7 +130,8 @@ def _plain(value: Any) -> Any:
 
 
 def _longest_run(signatures: Sequence[Any]) -> tuple[int, int, int]:
-    """(first, count, period) of the longest part that repeats itself; the shortest period of such."""
+    """Return (first, count, period) of the longest part that repeats; of equal ones, the one with the shortest
+    period."""
     best = (0, 1, 1)
     known: dict[Any, int] = {}
     numbers = [known.setdefault(each, len(known)) for each in signatures]
@@ -142,7 +151,7 @@ def _longest_run(signatures: Sequence[Any]) -> tuple[int, int, int]:
 def shorter(
     model: nn.Module, layers: Layers, depth: int, copied: Callable[[Mapping[nn.Module, Any]], nn.Module]
 ) -> nn.Module:
-    """A copy with the first ``depth`` of its layers. copied: copies the model with what is given in the place of some
+    """Copy the model with the first ``depth`` of its layers. copied: copies the model with replacements for some
     modules."""
     gone = nn.Identity()
     cut = range(layers.first + depth, layers.first + layers.count)
@@ -158,7 +167,7 @@ def shorter(
 
 
 def _tell_config(model: nn.Module, count: int, depth: int) -> None:
-    """A model of transformers reads its number of layers."""
+    """Set the number of layers in the copy's configs, which models of transformers read."""
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if getattr(config, "num_hidden_layers", None) == count:
@@ -174,7 +183,7 @@ _Spot = tuple[str, str, int]
 
 
 def _places(moments: Sequence[Moment], layers: Layers, depth: int) -> dict[_Spot, Moment]:
-    """Of each place the moment with most bytes; of the layers those near an end."""
+    """Return the moment with the most bytes for each place; of the layers, only those near an end have places."""
     found: dict[_Spot, Moment] = {}
     for each in moments:
         place = _place(each, layers, depth)
@@ -198,7 +207,7 @@ def _place(moment: Moment, layers: Layers, depth: int) -> _Spot | None:
 
 
 def _named(place: _Spot, layers: Layers) -> str:
-    """The unit in the whole model."""
+    """Return the unit's name in the whole model."""
     _, unit, number = place
     if unit.endswith(("/", "/-")):
         path = unit.rstrip("-/")
@@ -208,15 +217,17 @@ def _named(place: _Spot, layers: Layers) -> str:
 
 
 def line(at: tuple[int, int], values: tuple[float, float], where: int) -> float:
-    """The value at ``where`` of what is ``values`` at the depths ``at``."""
+    """Return the value at ``where`` on the line through ``values`` at the depths ``at``."""
     return values[1] + (values[1] - values[0]) * (where - at[1]) / (at[1] - at[0])
 
 
 def carried_on(
     runs: tuple[Sequence[Moment], Sequence[Moment]], at: tuple[int, int], layers: Layers, depth: int
 ) -> list[Moment]:
-    """The moments of a run with ``depth`` layers, by those of two shorter ones (of the last step of each). Layers in
-    the middle are not in it: they lie between the first ones and the last ones."""
+    """Return the moments of a run with ``depth`` layers, from those of two shorter runs (of the last step of each).
+
+    Layers in the middle are left out: their bytes lie between those of the first and the last ones.
+    """
     first, second = (_places(each, layers, of) for each, of in zip(runs, at, strict=True))
     found = []
     for place, late in second.items():

@@ -1,10 +1,11 @@
-"""What is alive when: every storage of tensors, from its making to its end, counted from outside of whoever makes it.
+"""Records every storage of tensors, from its creation to its end, from outside of the code that creates it.
 
-Owns: the events and what follows from them. Must not know: engines, what a storage is for (it is told).
+Owns: the events, and the moments that follow from them. Must not know: engines, the purpose of a storage (callers name
+it).
 
-A dispatch mode sees each tensor that an operation returns; the end of its storage is a weak reference's. A storage that
-is resized (units whose weights are let go of) counts with its new size, and one of the meta device not at all. What an
-operation needs inside of itself is not seen: on a GPU workspaces of libraries, on a CPU copies that a kernel makes.
+A dispatch mode sees each tensor that an operation returns; a weak reference reports the end of its storage. A resized
+storage (of units that release their weights) counts with its new size. Storages of the meta device do not count. Memory
+inside an operation is not seen: workspaces of libraries on a GPU, copies that a kernel makes on a CPU.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 @dataclass(frozen=True)
 class Moment:
-    """After an event. phase: what went on · alive: bytes by kind · unit: in which part of the model, "" for none."""
+    """The storages that are alive after an event. alive: bytes by kind · unit: the part of the model; "" for none."""
 
     phase: str
     alive: Mapping[str, int]
@@ -32,7 +33,7 @@ class Moment:
 
     @property
     def bytes(self) -> int:
-        """All of them."""
+        """The sum over all kinds."""
         return sum(self.alive.values())
 
 
@@ -47,7 +48,8 @@ class _Storage:
 
 
 Seen = Callable[[Any, Sequence[Any], Mapping[str, Any], Sequence[Tensor], Any], None]
-"""Hears of an operation what it was given, by place and by name, the tensors in that, and what it returned."""
+"""Called with an operation: the function, its positional and keyword arguments, the tensors in these, and its
+result."""
 
 
 class Mode(TorchDispatchMode):
@@ -55,12 +57,12 @@ class Mode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: what torch wraps around every operation costs more than what is done here."""
+        """False: the wrapper that torch would put around every operation costs more than this mode."""
         return False
 
 
 class Watch(Mode):
-    """Inside, ``seen`` hear of each operation, which is carried out as ever."""
+    """Inside, ``seen`` are called for each operation, which runs as usual."""
 
     def __init__(self, *seen: Seen) -> None:
         super().__init__()
@@ -80,8 +82,11 @@ class Watch(Mode):
 
 @dataclass(eq=False)
 class Ledger:
-    """Counts, inside. phase, unit: what goes on, and where · grain: bytes of which an allocation is a whole number, as
-    an allocator rounds (512: CUDA's)."""
+    """Counts storages inside of a ``with`` block.
+
+    phase, unit: the present ones · grain: allocations are rounded up to a multiple of so many bytes (512: CUDA's
+    allocator).
+    """
 
     grain: int = 1
     phase: str = ""
@@ -93,19 +98,21 @@ class Ledger:
     _inside: ExitStack = field(default_factory=ExitStack)
 
     def __enter__(self) -> Any:
-        """Count."""
+        """Begin to count."""
         self._inside.enter_context(self.counting())
         self._inside.enter_context(Watch(self.saw))
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Count no longer."""
+        """Stop counting."""
         self._inside.close()
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Inside, what ``saw`` is told counts, and storages that are resized; after it, what is alive is not heard of
-        any more. For a mode that tells it, in the place of a mode of its own."""
+        """Inside, calls of ``saw`` and resized storages count. For a dispatch mode that calls ``saw`` itself.
+
+        Storages that are alive at the end are not followed any more.
+        """
         resize = torch.UntypedStorage.resize_
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
@@ -120,7 +127,7 @@ class Ledger:
     def saw(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[Tensor], result: Any
     ) -> None:
-        """As ``Seen``."""
+        """Count the storages of ``result``; see ``Seen``."""
         for each in (result,) if isinstance(result, Tensor) else tensors_in(result):
             if each.layout is torch.strided:
                 storage = each.untyped_storage()
@@ -132,23 +139,23 @@ class Ledger:
                     self._see(storage)
 
     def begin(self, phase: str, unit: str = "") -> None:
-        """What is made or ends from now on does so in ``phase``, in ``unit``."""
+        """Assign later events to ``phase`` and ``unit``."""
         self.phase, self.unit = phase, unit
 
     def name(self, tensor: Tensor, kind: str) -> Tensor:
-        """Say what the storage of ``tensor`` is for, now or ever since; ``tensor``."""
+        """Set the kind of the storage of ``tensor``, which also holds for earlier moments; return ``tensor``."""
         if _has_bytes(tensor):
             self._kinds[self._see(tensor.untyped_storage())] = kind
         return tensor
 
     def kind_of(self, tensor: Tensor) -> str:
-        """What it was said to be for; "": nothing was said."""
+        """Return the kind of the tensor's storage; "" if it has no name."""
         storage = tensor.untyped_storage()
         known = self._alive.get(storage._cdata)
         return self._kinds.get(known.number, "") if known is not None and known.ends() is storage else ""
 
     def _see(self, storage: torch.UntypedStorage) -> int:
-        """The number of a storage, which is new, or has another size than before, or is known."""
+        """Return the number of a storage, and record its size if the storage is new or was resized."""
         key, whole = storage._cdata, storage.nbytes()
         known = self._alive.get(key)
         if known is None or known.ends() is not storage:
@@ -178,9 +185,11 @@ class Ledger:
             self._events.append((self.phase, self.unit, known.number, -known.bytes))
 
     def moments(self, of: Callable[[str], bool], otherwise: Mapping[str, str]) -> tuple[list[Moment], Moment]:
-        """Of each stretch of one phase and unit the moment at which most is alive, in order; and the last moment. What
-        counts are the kinds for which ``of`` holds. otherwise: the phase in which a storage was made → the kind of what
-        nobody has named."""
+        """Return the moment with the most bytes of each stretch of one phase and unit, in order; and the last moment.
+
+        Only kinds for which ``of`` is true count. otherwise: phase → kind of the storages that were made in it without
+        a name.
+        """
         found: list[Moment] = []
         alive: Counter[str] = Counter()
         kinds = dict(self._kinds)
@@ -201,7 +210,7 @@ class Ledger:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Those in what an operation is given, or returns."""
+    """Return the tensors in the arguments or the result of an operation."""
     if isinstance(value, Tensor):
         return [value]
     found: list[Tensor] = []
@@ -219,5 +228,5 @@ def _has_bytes(tensor: Tensor) -> bool:
 
 
 def highest(moments: Sequence[Moment], phases: Sequence[str]) -> Moment:
-    """Of ``phases`` the moment at which most is alive; a moment without bytes where nothing happened in them."""
+    """Return the moment of ``phases`` with the most bytes; a moment without bytes if there is none."""
     return max((each for each in moments if each.phase in phases), key=lambda each: each.bytes, default=Moment("", {}))

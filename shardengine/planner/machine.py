@@ -1,4 +1,4 @@
-"""This machine as ``Hardware``: what the ranks of a run that is about to begin here have.
+"""Describes this machine as ``Hardware`` for the ranks of a run that is about to begin here.
 
 Must not know: engines, which device a rank chooses.
 """
@@ -17,14 +17,15 @@ from shardengine.config import Config
 from shardengine.planner.hardware import Hardware
 
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-"""Where a container's share of the memory is written, in the two versions that there are."""
+"""The files with a container's memory limit, of cgroup versions 2 and 1."""
 
 
 def this_machine(device: torch.device, ranks: int, config: Config) -> Hardware:
-    """For ``ranks`` ranks like this one, as many on each machine as the launcher says, or all on this one.
+    """Return the hardware of ``ranks`` ranks like this one. The launcher gives the ranks per machine; by default all
+    are here.
 
-    device: on which this one computes · config: says whether there is a disk, and where. All memory counts, also what
-    others use at the moment.
+    device: that this rank computes on · config: gives the disk, if it uses one. All memory counts, even if other
+    processes use some of it now.
     """
     said = os.environ.get(devices.LOCAL_SIZE, "")
     local = int(said) if said.isdecimal() and int(said) else ranks
@@ -37,7 +38,7 @@ def this_machine(device: torch.device, ranks: int, config: Config) -> Hardware:
 
 
 def host_bytes() -> int:
-    """Of this machine's memory, or of the container's share."""
+    """Return the bytes of this machine's memory, or the container's limit."""
     found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in _LIMITS:
         with suppress(OSError, ValueError):
@@ -46,7 +47,7 @@ def host_bytes() -> int:
 
 
 def _disk_bytes(config: Config) -> int | None:
-    """Free where the config's tier nvme is; None where there is none."""
+    """Return the free bytes on the disk of the config's tier nvme; None if the config has none."""
     zero = config.zero_optimization
     places = [each.nvme_path for each in (zero.offload_optimizer, zero.offload_param) if each.device == "nvme"]
     for place in filter(None, places):

@@ -1,6 +1,6 @@
-"""``shardengine.plan``: what a run needs of every tier's memory, whether it fits, how long a step lasts.
+"""``shardengine.plan``: the memory that a run needs of every tier, whether it fits, and the time of a step.
 
-Owns: the result, what of it is said. Must not know: how bytes are counted (dry_engine), command lines.
+Owns: the result, its sentences. Must not know: how bytes are counted (dry_engine), command lines.
 """
 
 from __future__ import annotations
@@ -48,9 +48,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Tier:
-    """What one rank needs of one tier. peak: at most, in a step · at_peak: of what that consists, by kind · phase: in
-    which it is reached · at_rest: between steps, by kind · initialize: while the engine is made, at most; on a GPU the
-    model comes from the host · has: bytes that there are, None: not asked."""
+    """The bytes that one rank needs of one tier.
+
+    peak: at most, in a step · at_peak: the peak by kind · phase: of the peak · at_rest: between steps, by kind ·
+    initialize: at most while the engine is made; on a GPU the model comes from the host · has: bytes that exist; None:
+    not checked.
+    """
 
     name: str
     peak: int
@@ -67,24 +70,25 @@ class Tier:
 
     @property
     def need(self) -> int:
-        """Bytes at most, at any time."""
+        """Bytes at most, in initialize and in steps."""
         return max(self.peak, self.initialize)
 
     @property
     def fits(self) -> bool:
-        """Whether what is needed at most is there."""
+        """Whether the tier has the bytes that are needed."""
         return self.has is None or self.need <= self.has
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one rank of a run needs: ``device``, ``host`` where the device has a memory of its own, and ``disk`` where
-    the config has the tier nvme.
+    """The needs of one rank of a run.
+
+    ``host`` is None unless the device has a memory of its own; ``disk`` is None unless the config uses the tier nvme.
 
     config: with defaults, for this number of ranks · parameters: of the model · shape: of a micro-batch's first tensor
-    · timeline: what is alive on the device at the highest moment of each phase and block · seconds: that it took ·
-    time: of a step, where something is known of how fast the hardware is · depths: layers of the shorter models by
-    which it was found; empty where all layers ran.
+    · timeline: the device's highest moment of each phase and block · seconds: the time of planning · time: of a step,
+    if speeds of the hardware are known · depths: the layers of the shorter models that the plan was derived from; empty
+    if all layers ran.
     """
 
     hardware: Hardware
@@ -102,16 +106,16 @@ class Plan:
 
     @property
     def tiers(self) -> list[Tier]:
-        """Those that a rank uses."""
+        """The tiers that a rank uses."""
         return [tier for tier in (self.device, self.host, self.disk) if tier is not None]
 
     @property
     def fits(self) -> bool:
-        """Whether every tier does."""
+        """Whether every tier fits."""
         return all(tier.fits for tier in self.tiers)
 
     def sentences(self) -> list[str]:
-        """For people: a verdict for each tier."""
+        """Return a verdict for each tier, for people."""
         said = []
         for tier in self.tiers:
             need = tier.need
@@ -127,7 +131,8 @@ class Plan:
         return said
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, without the timeline. reserved_bytes are beside has_bytes: no tensor gets them."""
+        """Return the plan for JSON, without the timeline. ``reserved_bytes`` come on top of ``has_bytes``: no tensor
+        gets them."""
         return {
             "fits": self.fits,
             "ranks": self.hardware.ranks,
@@ -161,18 +166,17 @@ def plan(
     in_slices: bool = False,
     **options: Any,
 ) -> Plan:
-    """What a rank of a run with ``initialize(model, config)`` needs, without a GPU, weights or other ranks.
+    """Return the needs of one rank of a run with ``initialize(model, config)``, without a GPU, weights or other ranks.
 
-    model: it stays as it is, with or without weights; or a function that makes one · hardware: "4x24GB", or a
-    ``Hardware`` · batch: a micro-batch, as ``engine(**batch)`` gets it; default zeros for a model of transformers, of
-    ``train_micro_batch_size_per_gpu`` samples and ``length`` tokens · loss: of what forward returns · exact: all layers
-    run, where else three shorter models may do · rates: how fast the hardware is; default ``Rates.given`` where
-    ``hardware`` says something of its speeds · trains: in training mode, whatever the model is in ·
-    in_slices: each rank reads its part of the weights alone, as of a model that is made in ``meta_init``, which says so
-    itself · options: ``optimizer``, as ``initialize`` has it.
+    model: stays unchanged, with or without weights; or a function that makes one · hardware: "4x24GB", or a
+    ``Hardware`` · batch: a micro-batch, as for ``engine(**batch)``; default: zeros for a model of transformers, of
+    ``train_micro_batch_size_per_gpu`` samples and ``length`` tokens · loss: a function of forward's output · exact: run
+    all layers; otherwise three shorter models may be enough · rates: speeds; default ``Rates.given`` if ``hardware``
+    gives any · trains: plan in training mode, whatever mode the model is in · in_slices: each rank reads only its part
+    of the weights; implied by a model that was made in ``meta_init`` · options: ``optimizer``, as for ``initialize``.
 
-    The engine runs some steps dry (docs/decisions.md): what the model's own code makes is counted, whatever it is. The
-    rank is one in the middle. ``UsageError`` where that code asks for values that only data has.
+    The engine runs some steps dry (docs/decisions.md), so everything that the model's own code makes is counted. The
+    rank is one in the middle. ``UsageError`` if that code asks for values that only data has.
     """
     where, options = hardware_of(hardware, "plan"), options_of(options, "plan")
     resolved = load_config(config).resolve_batch(where.ranks)
@@ -189,7 +193,7 @@ def plan(
 
 
 def hardware_of(hardware: Any, what: str) -> Hardware:
-    """A text, or what it says; ``UsageError``, which names ``what``, for anything else."""
+    """Return ``hardware``, parsed if it is a text. ``UsageError``, naming ``what``, for anything else."""
     where = Hardware.parse(hardware) if isinstance(hardware, str) else hardware
     if not isinstance(where, Hardware):
         raise UsageError(f'{what}: expected hardware to be a text, as "4x24GB", or a Hardware, got {where!r}')
@@ -197,9 +201,9 @@ def hardware_of(hardware: Any, what: str) -> Hardware:
 
 
 def options_of(options: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """Those of ``initialize`` that a plan can take; ``UsageError``, which names ``what``, for others.
+    """Return the arguments of ``initialize`` that a plan can use. ``UsageError``, naming ``what``, for others.
 
-    A scheduler takes no memory, and knows an optimizer that is not the copy: it is left out.
+    A scheduler is left out: it takes no memory, and belongs to an optimizer that is not the copy.
     """
     unknown = sorted(options.keys() - {"optimizer", "lr_scheduler"})
     if unknown:
@@ -211,7 +215,7 @@ def options_of(options: Mapping[str, Any], what: str) -> dict[str, Any]:
 
 
 def _times(run: DryRun, rates: Rates, ranks: int, config: Config) -> Times:
-    """Of a step with as many micro-batches as ``config`` says, of which two ran."""
+    """Return the times of a step with all its micro-batches, of which at most two ran."""
     more = max(0, (config.gradient_accumulation_steps or 1) - _RUN)
 
     def of(tape: Tape) -> Times:
@@ -225,12 +229,12 @@ def _times(run: DryRun, rates: Rates, ranks: int, config: Config) -> Times:
 
 
 _RUN = 2
-"""Micro-batches of a step that run dry, where there are more. Each later one finds in memory what the second has found,
-and lasts as long as the first."""
+"""Micro-batches of a step that run dry, at most. Each later one finds in memory what the second found, and lasts as
+long as the first."""
 
 
 def _batch_of(config: Config, steps: int | None = None) -> dict[str, Any]:
-    """Its three batch sizes; with other micro-batches a step."""
+    """Return the config's three batch sizes, with ``steps`` micro-batches per step if given."""
     micro, whole, now = (
         config.train_micro_batch_size_per_gpu, config.train_batch_size, config.gradient_accumulation_steps
     )  # fmt: skip
@@ -242,7 +246,8 @@ def _batch_of(config: Config, steps: int | None = None) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Task:
-    """What is run dry, whole or with fewer layers, and what of it is said. Arguments as ``plan``'s."""
+    """A dry run and the plan that is made of it, of the whole model or of fewer layers. Fields as the arguments of
+    ``plan``."""
 
     model: nn.Module
     batch: Mapping[str, Any]
@@ -255,7 +260,7 @@ class Task:
 
     @property
     def place(self) -> Place:
-        """A rank in the middle."""
+        """The place of a rank in the middle."""
         where = self.where
         of_node = where.node_ranks or 0
         return Place(
@@ -264,7 +269,7 @@ class Task:
         )  # fmt: skip
 
     def plan(self, run: DryRun, rates: Rates | None) -> Plan:
-        """What ``run`` says, of time only where there are ``rates``."""
+        """Make the plan from ``run``. It has times only if ``rates`` are given."""
         time = None if rates is None else _times(run, rates, self.where.ranks, self.config)
         found = _plan_of(run, self.where, self.place.rank, self.batch)
         config = replace(
@@ -273,21 +278,26 @@ class Task:
         return replace(found, time=time, config=config)
 
     def run_all(self, exact: bool) -> DryRun:
-        """By shorter models where they say the same; an optimizer that exists knows all layers' parameters."""
+        """Run shorter models if they give the same result, otherwise the whole one.
+
+        An optimizer that exists already holds the parameters of all layers, so then the whole model runs.
+        """
         layers = None if exact or self._optimizer_exists or self._is_parted else layers_of(self.model)
         run = lambda depth: self._run(layers, depth)  # noqa: E731
         found = None if layers is None else deep_run(layers, run, lambda: self._run(steps=FORWARD_ALONE), self._bucket)
         return found or self._run()
 
     def run_quickly(self, steps: int = STEPS) -> DryRun:
-        """By two shorter models, and nobody checks whether those do; nothing is said of initialize."""
+        """Run two shorter models without checks; the result has no moments of initialize."""
         layers = None if self._optimizer_exists or self._is_parted else layers_of(self.model)
         run = lambda depth: self._run(layers, depth, steps)  # noqa: E731
         return (quick_run(layers, run) if layers is not None else None) or self._run(steps=steps)
 
     def plan_of_kept(self) -> Plan:
-        """Only the weights and states that a rank keeps from the start, as a lower bound of a step's need. The engine
-        makes no step, so this is faster than a quick plan."""
+        """Plan only the weights and states that a rank keeps from the start, as a lower bound of a step's need.
+
+        The engine makes no step, so this is faster than a quick plan.
+        """
         found = _plan_of(self.run_quickly(steps=0), self.where, self.place.rank, self.batch)
 
         def kept(tier: Tier | None) -> Tier | None:
@@ -302,7 +312,8 @@ class Task:
 
     @property
     def _is_parted(self) -> bool:
-        """Whether a part of the states is offloaded. Whole buckets are, so needs are no line over depths."""
+        """Whether a part of the states is offloaded. Only whole buckets are, so needs do not grow linearly with the
+        layers."""
         place = self.config.zero_optimization.offload_optimizer
         return place.device != "none" and place.ratio != 1
 
@@ -331,7 +342,7 @@ class Task:
 
 
 def made(model: Any) -> nn.Module:
-    """``UsageError`` where it is no module, and makes none."""
+    """Return ``model``, or the module that it makes. ``UsageError`` if it is neither a module nor makes one."""
     wrong = isinstance(model, (Engine, type)) or not callable(model)
     found = model if isinstance(model, nn.Module) or wrong else model()
     if not isinstance(found, nn.Module):
@@ -364,7 +375,7 @@ def _plan_of(run: DryRun, where: Hardware, rank: int, batch: Mapping[str, Any]) 
 
 
 def _of_one_step(moments: Iterable[Moment]) -> list[Moment]:
-    """Of each phase and block the moment with most, in order."""
+    """Return the moment with the most bytes of each phase and block, in order."""
     found: dict[tuple[str, str], Moment] = {}
     for each in moments:
         if each.bytes >= (found[each.phase, each.unit].bytes if (each.phase, each.unit) in found else 0):
@@ -373,7 +384,7 @@ def _of_one_step(moments: Iterable[Moment]) -> list[Moment]:
 
 
 def summary_of(found: Plan) -> str:
-    """A table of tiers, and what each holds at its peak."""
+    """Return a table of tiers, with the kinds of bytes at each one's peak."""
     kinds = list(dict.fromkeys(kind for tier in found.tiers for kind in tier.at_peak))
     head = ["per rank", "peak", *kinds, "in", "at rest", "initialize"]
     rows = [head]

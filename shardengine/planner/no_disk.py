@@ -1,6 +1,6 @@
-"""A file of the tiers that keeps nothing: room is taken and given back, and a transfer is over when it is waited for.
+"""Stands in for a file of the tier nvme: it accounts for space, keeps no bytes, and completes a transfer at its wait.
 
-Must not know: what is kept, how the real file is laid out (``offload.nvme``), whose interface it has.
+Must not know: the bytes, the layout of the real file (``offload.nvme``), whose interface it has.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from shardengine.planner.tape import Recorder, Transfer, Wait
 
 
 class _Late(IORequest):
-    """A disk is behind who asks it: a transfer is over, and gives its buffer back, when somebody has waited for it."""
+    """A request to a disk, which runs behind the host: it completes, and returns its buffer, only when it is waited
+    for."""
 
     def __init__(self, recorder: Recorder, count: int, *, write: bool) -> None:
         super().__init__(0)
@@ -36,8 +37,8 @@ class _Late(IORequest):
 
 
 class NoDisk:
-    """As ``ExtentFile``. bytes: that it would have · map_bytes: makes the memory that shows an extent · recorder:
-    writes transfers down."""
+    """The interface of ``ExtentFile``. bytes: the size that the file would have · map_bytes: makes the memory that maps
+    an extent · recorder: writes transfers to the tape."""
 
     def __init__(self, folder: Path, map_bytes: Callable[[int], Tensor], recorder: Recorder) -> None:
         self.path = folder / "planned"

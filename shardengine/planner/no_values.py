@@ -1,12 +1,12 @@
-"""Tensors without values in an ordinary process: shapes, dtypes and strides of a step, and no memory.
+"""Tensors without values in an ordinary process: a step's shapes, dtypes and strides, and no memory.
 
-Owns: which tensors are fake, and what is answered where a value is asked for. Must not know: engines, what is counted.
+Owns: which tensors are fake, the answer if code reads a value. Must not know: engines, what is counted.
 
-[Note: Without values] Weights and activations are torch's fake tensors of the CPU, so that what a model's code decides
-by device, dtype and layout (autocast, the kernel of an attention) is decided as on one. What programs compute with
-whole numbers (positions, masks of a few elements, the engine's messages) stays real, with values. A value that is read
-of a fake tensor is answered: a number is 1, a flag is not set, two tensors are equal. Where more is asked, as how many
-elements of a mask are set, torch refuses, and the model cannot be planned: ``UsageError``.
+[Note: Without values] Weights and activations are torch's fake tensors of the CPU. So decisions of a model's code by
+device, dtype and layout (autocast, the kernel of an attention) are those of a CPU. Tensors of whole numbers that
+programs compute with (positions, masks of a few elements, the engine's messages) stay real. Reading a value of a fake
+tensor gives a fixed answer: a number is 1, a flag is not set, two tensors are equal. If code needs more, such as how
+many elements of a mask are set, torch raises; the model cannot be planned, and ``UsageError`` is raised.
 """
 
 from __future__ import annotations
@@ -27,32 +27,35 @@ from shardengine.planner.ledger import Mode, Seen, tensors_in
 
 _NONE: Mapping[nn.Module, Any] = MappingProxyType({})
 LARGE = 1 << 20
-"""Bytes from which any tensor that is made is fake."""
+"""A new tensor of at least so many bytes is fake, whatever its dtype."""
 _LARGE_OF: Mapping[torch.dtype, int] = dict.fromkeys((torch.uint8, torch.int8), 256)
-"""Of these dtypes: they are those of packed weights, and of no positions."""
+"""The same for these dtypes, which packed weights have, and positions do not."""
 _aten = torch.ops.aten
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _MAKERS = frozenset({"aten::empty", "aten::zeros", "aten::ones", "aten::full", "aten::rand", "aten::randn",
                      "aten::empty_strided", "aten::new_empty"})  # fmt: skip
 _DEVICE = torch.ops.prim.device.default
 _LIKE = frozenset({_aten.empty_like.default, _aten.new_empty.default})
-"""Make a tensor like another one."""
+"""Operations that make a tensor like another one."""
 _IN_PLACE = frozenset({_aten.copy_.default, _aten.zero_.default, _aten.fill_.Scalar, _aten.add_.Tensor,
                        _aten.mul_.Tensor, _aten.div_.Tensor})  # fmt: skip
-"""Of these the first argument is the result, whatever the others are."""
+"""Operations that return their first argument, whatever the others are."""
 _FROM_META = (_aten._to_copy.default, _aten.empty_like.default)
 _Way = Callable[[Any, tuple[Any, ...], Mapping[str, Any], bool], Any]
-"""Answers an operation that is given fake tensors, and no others (alone) or some."""
+"""Answers an operation on fake tensors. Its last argument: whether all tensors are fake."""
 
 
 _forms: dict[Any, Any] = {}
-"""What is given to an operation → what comes out: of all plans of a process, because nothing but torch decides it."""
+"""The form of an operation's arguments → the form of its result. Shared by all plans of a process, because it depends
+on torch alone."""
 _MOST_FORMS = 1 << 14
 
 
 class NoValues(Mode):
-    """Inside, what is made of floating-point numbers, or is large, is fake ([Note: Without values]). seen: hear of each
-    operation: a mode of its own for each would cost as much as this one."""
+    """Inside, new tensors are fake if they hold floating-point numbers or are large ([Note: Without values]).
+
+    seen: called for each operation. A dispatch mode for each of them would cost as much as this one.
+    """
 
     def __init__(self, *seen: Seen) -> None:
         super().__init__()
@@ -95,7 +98,7 @@ class NoValues(Mode):
         return how(func, args, kwargs, fakes == len(tensors))
 
     def _way(self, func: Any) -> _Way:
-        """How ``func`` is answered where it is given fake tensors."""
+        """Return the function that answers ``func`` on fake tensors."""
         schema = func._schema
         makes_new = not schema.is_mutable and all(each.alias_info is None for each in schema.returns)
         chosen: Mapping[Any, _Way] = {
@@ -124,8 +127,10 @@ class NoValues(Mode):
         return func(*args, **kwargs)
 
     def _new(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], alone: bool) -> Any:
-        """What comes out has memory of its own, and its shape follows from what is given: torch is asked once for each
-        form of that, which takes longer than all else of an operation."""
+        """Make a result that has memory of its own, and whose shape follows from the arguments.
+
+        torch is asked once for each form of arguments, because asking takes longer than the rest of an operation.
+        """
         form = _form_of(self._kind, (func, torch.get_default_dtype(), args, tuple(kwargs.items()))) if alone else None
         if form is None:
             return func(*args, **kwargs)
@@ -142,7 +147,10 @@ class NoValues(Mode):
         return made[0] if kind is None else kind(made)
 
     def _shapes_of(self, found: Any) -> tuple[type | None, Sequence[tuple[Any, ...]]] | None:
-        """Whether several, and of each its size, strides and dtype; None where that does not say all of them."""
+        """Return the type if there are several results, and each one's size, strides and dtype.
+
+        None if these do not describe the result in full.
+        """
         several = type(found) in (list, tuple)
         shapes = []
         for each in found if several else (found,):
@@ -158,8 +166,10 @@ class NoValues(Mode):
         return (type(found) if several else None), shapes
 
     def _of_meta(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """What torch's fake mode does for these operations, in a sixth of its time: it asks a cache of all operations,
-        which takes longer than the operation of the meta device."""
+        """Run an operation on the meta device, as torch's fake mode does for these, in a sixth of its time.
+
+        The fake mode looks up a cache of all operations, which takes longer than the operation itself.
+        """
         fake = self._fake
         with torch._C._DisableTorchDispatch(), torch._C._PreserveDispatchKeyGuard():
             fake.in_kernel_invocation = True
@@ -173,7 +183,7 @@ class NoValues(Mode):
         return self._shown(found)
 
     def _shown(self, made: Tensor) -> Tensor:
-        """``FakeTensor(mode, made, device)`` of the CPU, in a quarter of its time: what it keeps of itself is the same
+        """Return ``FakeTensor(mode, made, device)`` of the CPU, in a quarter of its time: the attributes are the same
         for each."""
         found = Tensor._make_subclass(
             self._kind, made, made.requires_grad, dispatch_device=True, device_for_backend_keys=_CPU
@@ -187,7 +197,8 @@ class NoValues(Mode):
         return False if dtype is torch.bool else 1.0 if dtype.is_floating_point else 0
 
     def _grouped(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], alone: bool) -> Any:
-        """Torch says of bf16 alone which shape comes out, and computes in other dtypes, too."""
+        """Ask torch for the shape with bf16, the only dtype that it derives it for, although it computes in others as
+        well."""
         if args[0].dtype is torch.bfloat16:
             return func(*args, **kwargs)
         dtype = kwargs.get("out_dtype") or args[0].dtype
@@ -195,7 +206,8 @@ class NoValues(Mode):
         return self._empty(func(*halves, *args[2:], **{**kwargs, "out_dtype": torch.bfloat16}), dtype)
 
     def _stacked(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], alone: bool) -> Any:
-        """``out`` at once if it has the right size, as for the norms of buckets: torch takes a millisecond for it."""
+        """Return ``out`` at once if it has the right size, as for the norms of buckets, because torch takes a
+        millisecond for it."""
         parts, out = args[0], kwargs["out"]
         fits = len(args) == 1 and "dim" not in kwargs and out.shape == (len(parts), *parts[0].shape)
         return out if fits and isinstance(out, self._kind) else func(*args, **kwargs)
@@ -214,7 +226,7 @@ class NoValues(Mode):
         return func(*args, **kwargs)
 
     def empty(self, like: Tensor) -> Tensor:
-        """A fake tensor of the shape and strides of ``like``."""
+        """Return a fake tensor with the shape and strides of ``like``."""
         found = self._empty(like, like.dtype)
         for seen in self._seen:
             seen(_aten.empty_strided.default, (), {}, (), found)
@@ -225,7 +237,8 @@ class NoValues(Mode):
 
 
 def _form_of(kind: type[Tensor], given: Any) -> Any:
-    """What tells apart what is given to an operation, but for values; None where that is not known."""
+    """Return the form of an operation's arguments, which leaves out values of tensors; None if it cannot be
+    determined."""
     if type(given) is kind:
         return (given.shape, given.stride(), given.dtype) if given.layout is torch.strided else None
     if type(given) in (tuple, list):
@@ -251,18 +264,18 @@ def _device(kwargs: Mapping[str, Any], otherwise: str) -> torch.device:
 
 
 def _address(tensor: Tensor) -> int:
-    """Another one for each byte of each storage, as large as that may be."""
+    """Return an address that is unique for each byte of each storage, however large the storage is."""
     with torch._C.DisableTorchFunctionSubclass():  # of weights that are not to be read the address is
         return (tensor.untyped_storage()._cdata << 64) + tensor.storage_offset() * tensor.element_size()
 
 
 @contextmanager
 def kept_on_gpu() -> Iterator[None]:
-    """Inside, operations of which a GPU keeps something else for backward than a CPU keep that, also where backward
-    computes them again.
+    """Inside, two operations keep for backward the tensors that a GPU keeps, even if backward recomputes them.
 
-    dropout: a mask of bytes, not of the input's dtype (in place both keep the same) · scaled_dot_product_attention with
-    dropout: what attention keeps without, its mask being drawn again; a CPU keeps all probabilities.
+    dropout: a mask of bytes instead of one in the input's dtype (in place, both keep the same) ·
+    scaled_dot_product_attention with dropout: the tensors of attention without dropout, because the mask is drawn
+    again; a CPU keeps all probabilities.
     """
     whole = torch._C.DispatchKey.CompositeImplicitAutograd
 
@@ -285,13 +298,16 @@ def kept_on_gpu() -> Iterator[None]:
 
 
 _one_at_a_time = threading.RLock()
-"""Threads that plan wait for each other: some of what is replaced inside is the process's."""
+"""Threads that plan wait for each other, because some replacements inside apply to the whole process."""
 
 
 @contextmanager
 def without_values(*seen: Seen, on_gpu: bool = False, report: kernels.Report | None = None) -> Iterator[NoValues]:
-    """Inside, tensors have no values; an engine that is made inside of it, too, whose end is inside. seen: as for
-    ``NoValues`` · on_gpu: they stand for a GPU's (``kept_on_gpu``) · report: as for ``kernels.without_values``."""
+    """Inside, tensors have no values. An engine that is made inside must also be closed inside.
+
+    seen: as for ``NoValues`` · on_gpu: the tensors stand for a GPU's (``kept_on_gpu``) · report: as for
+    ``kernels.without_values``.
+    """
     from torch._subclasses.fake_tensor import FakeTensor
 
     with ExitStack() as last:
@@ -311,12 +327,13 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 def without_weights(model: nn.Module, mode: NoValues, *others: Any, instead: Mapping[nn.Module, Any] = _NONE) -> Any:
-    """A copy of ``model`` whose parameters, and buffers of floating-point numbers, are fake: those it shares are
-    shared, hooks and attributes are copied as ``copy.deepcopy`` does; those that it cannot copy (locks, open files) are
-    the copy's, too. ``model`` stays as it is.
+    """Copy ``model`` with fake parameters and fake floating-point buffers; ``model`` itself stays unchanged.
 
-    others: what refers to its parameters, an optimizer or a scheduler: the model and these, all copied · instead: what
-    is there in the place of some of its modules.
+    Shared parameters stay shared. Hooks and attributes are copied as by ``copy.deepcopy``; objects that it cannot copy
+    (locks, open files) are shared with the copy.
+
+    others: objects that refer to the parameters, such as an optimizer or a scheduler; if given, the result is a list of
+    the model and these, all copied · instead: replacements for some of its modules.
     """
     memo: dict[int, Any] = {id(module): other for module, other in instead.items()}
     for _, module in model.named_modules(memo=set(instead)):
@@ -339,7 +356,7 @@ def without_weights(model: nn.Module, mode: NoValues, *others: Any, instead: Map
 
 
 def _share_others(model: nn.Module, mode: NoValues, memo: dict[int, Any]) -> None:
-    """Let ``memo`` have attributes of modules that cannot be copied: as they are, and tensors without values."""
+    """Add to ``memo`` the attributes of modules that cannot be copied: as they are, and tensors without values."""
     for module in model.modules():
         for name, value in vars(module).items():
             if name in _OF_EVERY_MODULE or id(value) in memo:

@@ -1,16 +1,16 @@
-"""How fast a run's hardware is: of calculations, memory, links between ranks, copies and disks.
+"""Speeds of a run's hardware: calculations, memory, links between ranks, copies and disks.
 
-Owns: what is declared of a GPU, how long a single event lasts, and its physical limit. Must not know: what overlaps
+Owns: the speeds declared for a GPU, the time of a single event, and its physical limit. Must not know: what overlaps
 (replay), how a machine is measured (calibration).
 
-[Note: Given rates] Of a GPU that nobody has measured the data sheet says limits. An operation takes the longer of its
-FLOPs and its bytes, each at a declared share of the limit, and no less than ``operation_s``. A collective of B bytes
-over N ranks lasts α + β·B, where β is what an optimal algorithm sends over the slowest link between them: (N-1)/N of
-the bytes at one speed; with n ranks in a node, inside of which links are faster, a gather sends (N-n)/(N·n) of them
-between nodes for each rank, and an exchange of parts (N-n)/N.
+[Note: Given rates] For a GPU that was not measured, the data sheet gives limits. An operation takes the longer of the
+times for its FLOPs and for its bytes, each at a declared share of the limit, and no less than ``operation_s``. A
+collective of B bytes over N ranks lasts α + β·B. β is the traffic of an optimal algorithm over the slowest link between
+the ranks: (N-1)/N of the bytes if all links have one speed. With n ranks in a node and faster links inside it, a gather
+sends (N-n)/(N·n) of the bytes between nodes for each rank, and an all-to-all (N-n)/N.
 
-[Note: Measured rates] Of a machine that was measured (calibration) shares are 1, a collective is the fit of its group
-(``GroupSpeed``), and the operations of a tape may each have their own time.
+[Note: Measured rates] For a machine that was measured (calibration), shares are 1, a collective is the fit of its group
+(``GroupSpeed``), and each operation of a tape may have a time of its own.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ A_GPU: Mapping[str, float] = {
     "copies": 25e9, "disk": 3e9, "host memory": 20e9,
     "matrix share": 0.55, "memory share": 0.75, "operation": 4e-6, "exchange": 100e-6,
 }  # fmt: skip
-"""Declared of a GPU of which nobody says more, by the data sheet of an A100 of 80 GB: FLOP/s by dtype (without TF32)
-and bytes/s of its memory; bytes/s of copies to and from the host each (PCIe 4), of a disk and, for a rank, of the
-host's memory; the shares of limits that products and other operations reach; the least seconds of an operation; the
-seconds of an exchange of the host's messages."""
+"""Declared for a GPU if no other numbers are given, by the data sheet of an A100 of 80 GB. FLOP/s by dtype (without
+TF32); bytes/s of its memory, of copies to and from the host each (PCIe 4), of a disk, and of the host's memory per
+rank; the shares of the limits that products and other operations reach; the least seconds of an operation; the seconds
+of an exchange of the host's messages."""
 NODE_LINK, LINK = Link(200e9, 10e-6), Link(25e9, 20e-6)
-"""Declared of a rank in a node, and between nodes, where nobody says more."""
+"""Declared links of a rank inside a node, and between nodes, if no others are given."""
 COMPUTE, HOST_STEP, TO_HOST, TO_DEVICE, DISK, BESIDE, PYTHON = (
     "compute", "host step", "copies to host", "copies to device", "disk", "other streams", "Python"
 )  # fmt: skip
 FLOPS_IN = "FLOP/s in"
-"""Begins the name of what nobody has said of a dtype."""
+"""Prefix of the name of an assumed FLOP/s of a dtype."""
 NODE, NETWORK, CONTROL = "links in a node", "links between nodes", "control"
 
 
 class Speed(NamedTuple):
-    """Of a collective. link: that it occupies · limit: bytes/s of it, beyond which nothing goes."""
+    """The speed of a collective. link: that it occupies · limit_s: seconds for its bytes alone, without latency."""
 
     link: str
     seconds: float
@@ -52,13 +52,18 @@ class Speed(NamedTuple):
 
 @dataclass(frozen=True)
 class Rates:
-    """flops: FLOP/s by dtype, memory: bytes/s: limits · matrix_share, memory_share: what operations reach of them ·
-    operation_s: the least that one takes · calls: seconds of single operations, which were measured · groups: fits of
-    collectives, by group · node_link, link: where there is no fit · node_ranks: ranks of a node, 0: all · exchange_s:
-    of the host's messages · copies: bytes/s to the host, and to the device · disk: bytes/s of a node's · host_memory:
-    bytes/s of a rank's step on the host · cores: of a node, for its ranks, where the device is the CPU, 0: enough ·
-    dispatch_s: of Python for each operation that torch is asked for, bucket_s: for each collective and kernel of the
-    engine; both where the device is the CPU · assumed: what nobody has said.
+    """Speeds of hardware, given or measured.
+
+    flops: limits in FLOP/s by dtype · memory: limit in bytes/s · matrix_share, memory_share: the shares of these that
+    operations reach · operation_s: the least seconds of one operation · calls: measured seconds of single operations ·
+    groups: fits of collectives, by group · node_link, link: for groups without a fit · node_ranks: ranks of a node; 0:
+    all · exchange_s: seconds of an exchange of the host's messages · copies: bytes/s to the host, and as many to the
+    device · disk: bytes/s of a node's disk · host_memory: bytes/s of a rank's step on the host.
+
+    If the device is the CPU: cores: of a node, for its ranks; 0: enough · dispatch_s: seconds of Python for each
+    operation that torch dispatches · bucket_s: the same for each collective and each kernel of the engine.
+
+    assumed: names of the speeds that are declared, because none were given.
     """
 
     flops: Mapping[str, float]
@@ -82,7 +87,7 @@ class Rates:
 
     @classmethod
     def given(cls, hardware: Hardware) -> Rates:
-        """Of GPUs, as ``hardware`` says, and ``A_GPU`` else ([Note: Given rates])."""
+        """Return the rates of GPUs from ``hardware``, and from ``A_GPU`` if it gives none ([Note: Given rates])."""
         names = ("bf16", "fp16", "fp32", "fp64")
         known = {name: hardware.flops.get(name, A_GPU[name]) for name in names}
         one_node = hardware.node_ranks in (None, hardware.ranks)
@@ -102,15 +107,15 @@ class Rates:
         )  # fmt: skip
 
     def per_rank_disk(self, ranks: int) -> float:
-        """Bytes/s of a node's disk that one of its ranks has."""
+        """Return the bytes/s of a node's disk that each of its ranks gets."""
         return self.disk / (self.node_ranks or ranks)
 
     def limit_of(self, call: Call) -> float:
-        """Seconds for its FLOPs at least."""
+        """Return the least seconds for the call's FLOPs."""
         return call.flops / self.flops[call.dtype] if call.flops and call.dtype in self.flops else 0.0
 
     def seconds(self, call: Call, *, on_host: bool = False) -> float:
-        """That an operation takes; on_host: of the host's memory, where the device is apart."""
+        """Return the seconds of an operation. on_host: it runs in host memory, and the device is a GPU."""
         if (measured := self.calls.get(call)) is not None:
             return measured
         if on_host:
@@ -119,7 +124,7 @@ class Rates:
         return max(products, call.bytes / (self.memory * self.memory_share), self.operation_s)
 
     def collective(self, begun: Begin, members: Sequence[int]) -> Speed:
-        """How long it lasts by itself, and what it occupies."""
+        """Return the time of a collective by itself, and the link that it occupies."""
         if begun.group == GroupName.CONTROL:
             return Speed(CONTROL, self.exchange_s, 0.0)
         count = len(members)
@@ -136,17 +141,19 @@ class Rates:
         return Speed(chosen[0], latency + chosen[1], chosen[1])
 
     def copy(self, copied: Copy) -> float:
-        """Seconds."""
+        """Return the seconds of a copy."""
         return copied.bytes / self.copies
 
     def transfer(self, moved: Transfer, ranks: int) -> float:
-        """Seconds, with all ranks of the node at work."""
+        """Return the seconds of a disk transfer, while all ranks of the node transfer."""
         return moved.bytes / self.per_rank_disk(ranks)
 
 
 def _shares(operation: str, count: int, near: int) -> tuple[float, float]:
-    """Of a collective's bytes, what one of ``count`` ranks sends to the ``near`` in its node (itself included), and to
-    those of other nodes ([Note: Given rates])."""
+    """Return the parts of a collective's bytes that one of ``count`` ranks sends: inside its node, and to other nodes.
+
+    near: ranks of its node, itself included ([Note: Given rates]).
+    """
     if operation == "broadcast":
         return 1.0, 1.0 / near
     if operation == "all_to_all":

@@ -1,20 +1,20 @@
 """When a step's events happen: a discrete simulation of its tape, with a clock for each stream.
 
-Owns: what waits for what, what is busy when, and for what the computation stands still. Must not know: engines, how
-long a single event lasts (rates).
+Owns: the waits, the busy times, and the reasons that the computation stands still. Must not know: engines, the time of
+a single event (rates).
 
-[Note: Clocks] Where the device is a GPU the host issues at once, and has a clock for what it computes and waits for
-itself. An operation starts when the current stream comes to it and the host has issued it; a collective behind what the
-current stream was given so far and behind those of its group; a copy behind its stream's others and what it was told to
-come after, one at a time in each direction. Collectives that go over the same links share these: one transfers at a
-time, latencies overlap. Transfers of the disk come one after the other.
+[Note: Clocks] If the device is a GPU, the host issues work without delay, and has a clock for its own computation and
+waits. An operation starts when the current stream reaches it and the host has issued it. A collective starts after the
+earlier work of the current stream and after earlier collectives of its group. A copy starts after earlier copies of its
+stream and after the events that it has to follow, one at a time in each direction. Collectives over the same links
+share these: one transfers at a time, latencies overlap. Disk transfers run one after the other.
 
-Where the device is the CPU, host and computation are one. Collectives are carried out by threads of their own, which
-need cores: where a node has fewer than two for each rank, a collective that is waited for has taken all of its time but
-``HIDDEN_BY_CPU`` from the computation; else it goes on beside it.
+If the device is the CPU, host and computation are one. Collectives run on threads of their own, which need cores. If a
+node has fewer than two cores per rank, a collective that is waited for takes its time from the computation, except for
+the part ``HIDDEN_BY_CPU``. Otherwise it runs beside the computation.
 
-The step is over when all clocks are. What an earlier step has left under way is not waited for, and what this one
-leaves is: steps that overlap are a little faster.
+The step is over when all clocks have stopped. Work that an earlier step left in flight is not waited for, but work that
+this one leaves is. So steps that overlap are a little faster than simulated.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from shardengine.planner.tape import Begin, Compute, Copy, Current, Mark, Phase,
 
 
 class Part(NamedTuple):
-    """Of a step. busy: seconds in which it goes on · exposed: in which the computation stands still for it; of the
-    computation itself all · limit: what its hardware needs at least."""
+    """A part of a step. busy: seconds that it runs · exposed: seconds that the computation stands still for it; for the
+    computation itself, all · limit: the least seconds that its hardware needs."""
 
     name: str
     busy: float
@@ -53,7 +53,7 @@ class Part(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Something that went on in a lane, which is a part's name."""
+    """Work from start to end in a lane, which has the name of a part."""
 
     lane: str
     start: float
@@ -63,9 +63,12 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Times:
-    """Of a step. phases: seconds by phase, of the clock of the computation · timeline: what was busy when · unknown:
-    operations of which nobody knows the FLOPs, by name, and how many: they count for their bytes alone · assumed: what
-    of the hardware nobody has said."""
+    """The times of a step.
+
+    phases: seconds by phase, on the computation's clock · timeline: the spans of all lanes · unknown: operations
+    without a FLOP formula, by name, with their number; they count for their bytes alone · assumed: speeds of the
+    hardware that were not given.
+    """
 
     seconds: float
     parts: Sequence[Part]
@@ -76,15 +79,15 @@ class Times:
 
     @property
     def bound(self) -> float:
-        """No schedule of this work is faster: the slowest part at its limit."""
+        """A lower bound for any schedule of this work: the slowest part at its limit."""
         return max(part.limit for part in self.parts)
 
     def part(self, name: str) -> Part:
-        """Of that name; zeros where it never goes on."""
+        """Return the part of that name; zeros if it never runs."""
         return next((part for part in self.parts if part.name == name), Part(name, 0.0, 0.0, 0.0))
 
     def with_more(self, one: Times, count: int) -> Times:
-        """Of a step with ``count`` further micro-batches, each as ``one``. The timeline stays."""
+        """Return the times of a step with ``count`` further micro-batches, each as ``one``. The timeline stays."""
 
         def longer(part: Part) -> Part:
             more = one.part(part.name)
@@ -96,7 +99,7 @@ class Times:
         return replace(self, seconds=self.seconds + count * one.seconds, parts=parts, phases=phases, unknown=unknown)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, without the timeline."""
+        """Return the times for JSON, without the timeline."""
         return {
             "seconds": self.seconds,
             "bound_seconds": self.bound,
@@ -109,7 +112,7 @@ class Times:
 
 
 def simulate(tape: Tape, rates: Rates, ranks: int = 1) -> Times:
-    """How long the step lasts, and of what that consists. ranks: of the run."""
+    """Return the time of a step, by part and phase. ranks: of the run."""
     run = _Run(tape, rates, ranks)
     for event in tape.events:
         run.act(event)
@@ -117,8 +120,10 @@ def simulate(tape: Tape, rates: Rates, ranks: int = 1) -> Times:
 
 
 def carried_times(known: Sequence[Times], depths: Sequence[int], layers: int) -> Times:
-    """Of a model with all ``layers``, by those of two with fewer (layers: [Note: Fewer layers]): a step grows by the
-    same time with each. The timeline is the deeper one's."""
+    """Return the times of a model with all ``layers``, from those of two with fewer (layers: [Note: Fewer layers]).
+
+    A step grows by the same time with each layer. The timeline is the deeper model's.
+    """
     early, late = known
     more = (layers - depths[1]) / (depths[1] - depths[0])
 
@@ -137,7 +142,7 @@ def carried_times(known: Sequence[Times], depths: Sequence[int], layers: int) ->
 
 
 class _Run:
-    """See [Note: Clocks]. Streams: None is that of the computation."""
+    """A simulation in progress ([Note: Clocks]). The stream None is the computation's."""
 
     def __init__(self, tape: Tape, rates: Rates, ranks: int) -> None:
         self._tape, self._rates, self._ranks = tape, rates, ranks
@@ -145,15 +150,15 @@ class _Run:
         self._streams: dict[int | None, float] = {None: 0.0}
         self._current: int | None = None
         self._free: dict[str, float] = {}
-        """When groups, links and the disk are through with what they were given."""
+        """The times at which groups, links and the disk become free."""
         self._under_way: dict[int, Span] = {}
         self._takes: dict[int, float] = {}
-        """Seconds that collectives take from a CPU which they share."""
+        """Seconds that collectives take from the computation, if they share the CPU with it."""
         node = rates.node_ranks or ranks
         self._shared = not tape.apart and 0 < rates.cores < 2 * min(node, ranks)
         self._timeline: list[Span] = []
         self._of_host: list[Span] = []
-        """What the host did and waited for, in order, without gaps."""
+        """The host's computations and waits, in order, without gaps."""
         self._exposed: defaultdict[str, float] = defaultdict(float)
         self._limits: defaultdict[str, float] = defaultdict(float)
         self._python = 0.0
@@ -164,7 +169,7 @@ class _Run:
         }  # fmt: skip
 
     def act(self, event: Any) -> None:
-        """One event."""
+        """Process one event."""
         self._actions[type(event)](event)
 
     # What takes time
@@ -247,7 +252,7 @@ class _Run:
                 self._blame(before, awaited.end, awaited)
 
     def _stand_still(self, awaited: Span, taken: float) -> None:
-        """The CPU waits, and before that may have worked for what it waits for."""
+        """Let the CPU wait for ``awaited``, after the ``taken`` seconds that it may have worked for it."""
         before = self._streams[None]
         self._streams[None] = max(before + taken, awaited.end)
         self._exposed[awaited.lane] += self._streams[None] - before
@@ -271,7 +276,7 @@ class _Run:
         return self._host if self._tape.apart else self._streams[None]
 
     def _ready(self) -> float:
-        """When the current stream takes up what it is given now."""
+        """Return the time at which the current stream starts work that it is given now."""
         return max(self._streams.get(self._current, 0.0), self._host)
 
     # What is told
@@ -281,8 +286,8 @@ class _Run:
         return span
 
     def _blame(self, begin: float, end: float, awaited: Span | None = None) -> None:
-        """The computation stands still from ``begin`` to ``end``: for what it waits for, as long as that goes on,
-        before for what the host did."""
+        """Account for the computation's pause from ``begin`` to ``end``: to ``awaited`` while that runs, before that to
+        the host's work."""
         if end <= begin:
             return
         own = awaited.lane if awaited is not None else COMPUTE
@@ -301,7 +306,7 @@ class _Run:
             self._exposed[own] += left
 
     def end(self) -> Times:
-        """Everything is waited for."""
+        """Wait for everything, and return the times."""
         if not self._tape.apart:
             for number, taken in self._takes.items():
                 self._stand_still(self._under_way[number], taken)
@@ -324,7 +329,7 @@ class _Run:
         return Times(end, parts, phases, self._timeline, dict(self._tape.unknown), self._assumed(busy))
 
     def _assumed(self, busy: Mapping[str, float]) -> list[str]:
-        """What of the rates nobody has said, and this step needs."""
+        """Return the rates that were not given and that this step needs."""
         parts = {NODE, NETWORK, DISK, TO_HOST, TO_DEVICE, HOST_STEP}
         of_dtypes = {f"{FLOPS_IN} {dtype}" for dtype in self._tape.flops()}
         return [

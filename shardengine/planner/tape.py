@@ -1,11 +1,11 @@
-"""All of a step that takes time, in the order of the program: the tape of a dry run.
+"""The tape of a dry run: all events of a step that take time, in program order.
 
-Owns: the events, and who writes them down. Must not know: how fast anything is (rates), when it happens (replay).
+Owns: the events, and their recording. Must not know: speeds (rates), when events happen (replay).
 
-The engine that runs dry issues, marks and waits as it does in training, so the tape has its schedule and no second one.
-Operations are counted where torch dispatches them, kernels of the engine, which dispatch nothing on tensors without
-values, report themselves (``kernels.without_values``), collectives are the wire's, copies and marks the platform's,
-transfers the file's. What is over is found out by waiting alone, never by asking: the latest that a run may be.
+The engine that runs dry issues, marks and waits as in training, so the tape has the engine's own schedule. Operations
+are recorded as torch dispatches them. The engine's kernels dispatch nothing on tensors without values, and report
+themselves (``kernels.without_values``). The wire records collectives, the platform copies and marks, and the file
+transfers. An event is known to be complete only after a wait, never by a query: the latest time that a run may have.
 """
 
 from __future__ import annotations
@@ -28,9 +28,12 @@ _READ = torch.ops.aten._local_scalar_dense.default
 
 @dataclass(frozen=True)
 class Call:
-    """An operation with shapes. form: what tells it from others of its name · dtype: of its first floating-point
-    tensor, "" for none · bytes: read and written · kernel: the engine's own · example: how to call it: the operation
-    and its arguments, with a ``Shape`` in the place of each tensor."""
+    """An operation with its shapes.
+
+    form: distinguishes it from others of its name · dtype: of its first floating-point tensor; "" for none · bytes:
+    read and written · kernel: it is one of the engine's own · example: the operation and its arguments, with a
+    ``Shape`` in place of each tensor.
+    """
 
     name: str
     form: tuple[Any, ...]
@@ -42,7 +45,7 @@ class Call:
 
 
 class Shape(NamedTuple):
-    """Of a tensor."""
+    """The shape of a tensor."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -50,8 +53,11 @@ class Shape(NamedTuple):
 
 
 class Compute(NamedTuple):
-    """An operation: its number among ``Tape.calls``. on_host: the host computes, where the device is apart · before:
-    dispatched since the last one, but no work: views and the like, which cost the host something."""
+    """An operation: its number in ``Tape.calls``.
+
+    on_host: the host computes it, and the device is a GPU · before: operations without work since the last one, such as
+    views, which cost the host some time.
+    """
 
     call: int
     on_host: bool
@@ -59,7 +65,7 @@ class Compute(NamedTuple):
 
 
 class Begin(NamedTuple):
-    """A collective is issued. number: to wait for it · bytes: as ``Issued``'s."""
+    """The start of a collective. number: to wait for it · bytes: as in ``Issued``."""
 
     number: int
     operation: str
@@ -68,8 +74,8 @@ class Begin(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """A copy between device and host is issued. stream: its number, None: the one that is current · after: behind these
-    instead of what the current stream was given."""
+    """The start of a copy between device and host. stream: its number; None: the current one · after: events that it
+    follows; None: it follows the earlier work of the current stream."""
 
     number: int
     stream: int | None
@@ -79,7 +85,7 @@ class Copy(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """Of a disk."""
+    """The start of a disk transfer."""
 
     number: int
     bytes: int
@@ -87,26 +93,26 @@ class Transfer(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """The end of what the current stream was given so far."""
+    """A mark after the earlier work of the current stream."""
 
     number: int
 
 
 class Wait(NamedTuple):
-    """For a collective, copy, transfer or mark. on_host: the host stands still; else the current stream does later."""
+    """A wait for a collective, copy, transfer or mark. on_host: the host blocks; otherwise the current stream waits."""
 
     number: int
     on_host: bool
 
 
 class Current(NamedTuple):
-    """Another stream is the current one from now on; None: that of the computation."""
+    """The current stream changes. None: the computation's."""
 
     stream: int | None
 
 
 class Phase(NamedTuple):
-    """What goes on from now on."""
+    """A phase begins."""
 
     name: str
 
@@ -116,8 +122,11 @@ Event = Compute | Begin | Copy | Transfer | Mark | Wait | Current | Phase
 
 @dataclass
 class Tape:
-    """Of one step. apart: the device is a GPU, and the host does something else beside it · unknown: operations whose
-    FLOPs nobody knows, by name, and how many · members: group → the ranks in it."""
+    """The events of one step.
+
+    apart: the device is a GPU, and the host runs beside it · unknown: operations without a FLOP formula, by name, with
+    their number · members: group → its ranks.
+    """
 
     apart: bool
     events: list[Event] = field(default_factory=list)
@@ -126,13 +135,13 @@ class Tape:
     members: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def computed(self, *, on_host: bool | None = None) -> Iterator[Call]:
-        """The call of each operation, in order; on_host: of those of one side."""
+        """Yield the call of each operation, in order. on_host: only those of one side."""
         for event in self.events:
             if isinstance(event, Compute) and on_host in (None, event.on_host):
                 yield self.calls[event.call]
 
     def flops(self) -> Counter[str]:
-        """By dtype."""
+        """Return the FLOPs by dtype."""
         found: Counter[str] = Counter()
         for call in self.computed():
             if call.flops:
@@ -140,7 +149,7 @@ class Tape:
         return found
 
     def first_micro_batch(self) -> Tape:
-        """What comes before a phase begins again that was the first."""
+        """Return the events before the first phase begins again."""
         phases = [(place, event.name) for place, event in enumerate(self.events) if isinstance(event, Phase)]
         again = next((place for place, name in phases[1:] if name == phases[0][1]), len(self.events))
         found = replace(self, events=self.events[:again], unknown=Counter())
@@ -148,14 +157,14 @@ class Tape:
         return found
 
     def begun(self) -> Iterator[Begin]:
-        """The collectives, in order."""
+        """Return the starts of collectives, in order."""
         return (event for event in self.events if isinstance(event, Begin))
 
 
 class Recorder:
-    """Writes a tape between ``start`` and ``stop``.
+    """Records a tape between ``start`` and ``stop``.
 
-    is_host: whether the memory of a tensor is the host's, where the device is apart · phase: what goes on.
+    is_host: whether a tensor is in host memory, if the device is a GPU · phase: returns the present phase.
     """
 
     def __init__(self, apart: bool, is_host: Callable[[Tensor], bool], phase: Callable[[], str]) -> None:
@@ -165,12 +174,12 @@ class Recorder:
         self._apart, self._is_host, self._phase = apart, is_host, phase
         self._made = 0
         self._idle_of: dict[int, int] = {}
-        """Of operations that are no work, what they add to ``Compute.before``; -1: it is work."""
+        """By operation: its addition to ``Compute.before`` if it is no work; -1 if it is."""
         self.start()
         self._on = False
 
     def start(self) -> None:
-        """An empty tape."""
+        """Begin an empty tape."""
         self.tape = Tape(self._apart)
         self._idle = 0
         self._known: dict[Any, int] = {}
@@ -178,14 +187,14 @@ class Recorder:
         self._on = True
 
     def stop(self, members: Callable[[str], Sequence[int]]) -> Tape:
-        """The tape is whole. members: of a group."""
+        """Return the complete tape. members: returns the ranks of a group."""
         self._on = False
         self.tape.members = {each.group: members(each.group) for each in self.tape.begun()}
         return self.tape
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """What is dispatched inside is written down otherwise."""
+        """Record no operations inside: the caller records the work itself."""
         before, self._on = self._on, False
         try:
             yield
@@ -193,12 +202,12 @@ class Recorder:
             self._on = before
 
     def number(self) -> int:
-        """A new one, for something to wait for."""
+        """Return a new number, for an event that can be waited for."""
         self._made += 1
         return self._made
 
     def note(self, event: Event) -> None:
-        """It happens now."""
+        """Record an event."""
         if not self._on:
             return
         if (phase := self._phase()) != self._of_phase:
@@ -209,7 +218,7 @@ class Recorder:
     def saw(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[Tensor], result: Any
     ) -> None:
-        """As ``Seen``."""
+        """Record an operation; see ``Seen``."""
         if not self._on:
             return
         if (idle := self._idle_of.get(id(func))) is None:  # torch's own hash of an operation is a call
@@ -224,7 +233,7 @@ class Recorder:
                 self._operation(func, args, kwargs, result, all_)
 
     def _read(self, value: Tensor) -> None:
-        """The host asks for a number, and waits for what it comes from."""
+        """Record that the host reads a number, and waits for the work before it."""
         if self._apart and not self._is_host(value):
             number = self.number()
             self.note(Mark(number))
@@ -255,7 +264,7 @@ class Recorder:
         self._idle = 0
 
     def kernel(self, name: str, given: Mapping[str, Any], result: Any) -> None:
-        """As ``kernels.Report``."""
+        """Record a kernel of the engine; see ``kernels.Report``."""
         if not self._on:
             return
         tensors = [*tensors_in(tuple(given.values())), *tensors_in(tuple(given.get("flats", {}).values()))]
@@ -272,7 +281,7 @@ class Recorder:
 
 
 def _form(given: Any) -> tuple[Any, ...]:
-    """What is given to an operation, in values that can be compared; numbers but no tensors count."""
+    """Return an operation's arguments as values that can be compared: numbers as they are, tensors by their shapes."""
     found: list[Any] = []
     _add_form(given, found)
     return tuple(found)
