@@ -1,4 +1,4 @@
-"""LoRA adapters of peft. Owns: what --lora may say, putting adapters on a model, what is said of them.
+"""LoRA adapters of peft. Owns: the values of --lora, adding adapters to a model, their description.
 
 Must not know: ranks, the engine, files. peft is imported when adapters are made.
 """
@@ -18,14 +18,16 @@ from shardengine.sharding import inner
 ALL_LINEAR = "all-linear"
 _FORM = "--lora r=8,alpha=16,targets=q_proj+v_proj"
 _NAMED = 12
-"""How many modules of the model a message names."""
+"""A message names so many modules of the model at most."""
 
 
 @dataclass(frozen=True)
 class Lora:
-    """r: the rank of the two matrices · alpha: their product is multiplied by alpha / r · targets: names of linear
-    modules, ("all-linear",) for all but the output layer, () for what peft takes for the architecture · bits: 4 for a
-    base of 4 bits (see four_bits), None for one as its files have it.
+    """The values of --lora.
+
+    r: the rank of the two matrices · alpha: their product is multiplied by alpha / r · targets: names of linear
+    modules; ("all-linear",): all but the output layer; (): peft's choice for the architecture · bits: 4: a base of 4
+    bits (see four_bits); None: a base as in its files.
     """
 
     r: int = 8
@@ -36,8 +38,10 @@ class Lora:
 
 
 def parse(text: str) -> Lora:
-    """``r=8,alpha=16,targets=q_proj+v_proj,dropout=0.05,bits=4``; UsageError for anything else. alpha is 2 r by
-    default."""
+    """Parse ``r=8,alpha=16,targets=q_proj+v_proj,dropout=0.05,bits=4``. UsageError for anything else.
+
+    alpha is 2 r by default.
+    """
     values: dict[str, Any] = {}
     readers: dict[str, Callable[[str], Any]] = {
         "r": _rank,
@@ -65,7 +69,7 @@ def parse(text: str) -> Lora:
 
 
 def packs_base(text: str | None) -> bool:
-    """Whether ``--lora text`` trains on a base of 4 bits; None is a run without adapters."""
+    """Whether ``--lora text`` trains on a base of 4 bits. None means a run without adapters."""
     return text is not None and parse(text).bits is not None
 
 
@@ -107,9 +111,9 @@ def _targets(value: str) -> tuple[str, ...]:
 
 
 def attach(model: Any, lora: Lora) -> Any:
-    """``model`` with new adapters, which alone are trained; their first values come from torch's random state.
+    """Add adapters to ``model``; only these are trained. Their first values come from torch's random state.
 
-    UsageError where a target is in no module of the model, or peft has none for its architecture.
+    UsageError if no module of the model has a target's name, or if peft has no targets for its architecture.
     """
     import peft
 
@@ -129,11 +133,11 @@ def attach(model: Any, lora: Lora) -> Any:
         task_type="CAUSAL_LM",
     )
     place = Path(str(model.name_or_path))
-    if place.exists():  # what is written names the base model, wherever it is read
+    if place.exists():  # the files name the base model, wherever they are read
         model.name_or_path = str(place.resolve())
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="fan_in_fan_out is set")  # it is put right, and nobody chose it
+            warnings.filterwarnings("ignore", message="fan_in_fan_out is set")  # peft corrects it itself
             warnings.simplefilter("ignore", FutureWarning)  # of transformers, about what peft reads
             return peft.get_peft_model(model, config)
     except ValueError as error:
@@ -146,7 +150,7 @@ def attach(model: Any, lora: Lora) -> Any:
 
 
 def check(model: str, lora: Lora) -> None:
-    """UsageError where ``attach`` would raise one, without the weights of ``model``, a directory or a name."""
+    """Raise the UsageError that ``attach`` would raise, without the weights of ``model``, a directory or a name."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -155,7 +159,7 @@ def check(model: str, lora: Lora) -> None:
 
 
 def describe(model: Any) -> str:
-    """``LoRA, r 8, alpha 16 on c_attn, c_proj``, of the model's only adapter, and of its base if that is packed."""
+    """Describe the model's only adapter, and its base if that is packed: ``LoRA, r 8, alpha 16 on c_attn, c_proj``."""
     (config,) = model.peft_config.values()
     targets = sorted({name.rsplit(".", 1)[-1] for name in model.targeted_module_names})
     dropout = f", dropout {config.lora_dropout:g}" if config.lora_dropout else ""
@@ -166,12 +170,12 @@ def describe(model: Any) -> str:
 
 
 def has_adapters(model: Any) -> bool:
-    """Whether peft has wrapped it."""
+    """Whether the model is peft's wrapper."""
     return hasattr(model, "peft_config")
 
 
 def _linear_names(model: Any) -> list[str]:
-    """The last parts of the names of all linear modules."""
+    """Return the last parts of the names of all linear modules."""
     kinds = ("Linear", "Conv1D", "Linear4bit")
     found = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if type(module).__name__ in kinds}
     return sorted(found)

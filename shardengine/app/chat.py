@@ -1,14 +1,14 @@
-"""Conversations to tokens, of which the assistant's turns are learnt. Owns: which tokens these are.
+"""Turns conversations into tokens and labels; the assistant's turns are learnt. Owns: which tokens these are.
 
 Must not know: files, rows, the model. The tokenizer's own chat template writes the conversation.
 
-[Note: What is learnt of a conversation] A template that marks the assistant's words with ``{% generation %}`` says so
-itself: the tokens of these words are learnt. Any other one is asked for beginnings of the conversation. Turn i begins
-where the conversation before it ends, with the header that the template gives when an answer is to be generated
-(add_generation_prompt), and ends where the conversation up to and with it ends. Both are exact only if the tokens of
-each beginning are the first tokens of the whole: then the model learns each answer after the tokens that it will see
-when it is asked for one. Where they are not (a template that rewrites earlier turns, a token that holds the end of the
-header and the start of the answer), the conversation is refused.
+[Note: What is learnt of a conversation] If the template marks the assistant's words with ``{% generation %}``, the
+tokens of these words are learnt. With any other template, the conversation's beginnings are rendered. Turn i begins
+where the conversation before it ends, including the header that the template writes before an answer
+(add_generation_prompt). It ends where the conversation up to and including it ends. This is exact only if the tokens of
+each beginning are the first tokens of the whole conversation: then the model learns each answer after the tokens that
+it will see when it generates one. If they are not, the conversation is rejected. Examples are a template that rewrites
+earlier turns, and a token that holds the end of the header and the start of the answer.
 """
 
 from __future__ import annotations
@@ -26,13 +26,16 @@ _HINT = "mark the words of the assistant with {% generation %} … {% endgenerat
 
 
 class Chat:
-    """Conversations in the words of one tokenizer; it must have a chat template once a conversation is encoded."""
+    """Encodes conversations with one tokenizer, which must have a chat template by the first call of ``encode``."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
     def encode(self, row: jsonl.Row, where: str) -> tuple[list[int], list[int]]:
-        """(tokens, labels) of a conversation; all but the assistant's turns is IGNORED. where: for errors."""
+        """Return (tokens, labels) of a conversation. All labels but those of the assistant's turns are IGNORED.
+
+        where: the row's place, for errors. UsageError if nothing in the conversation can be learnt.
+        """
         messages = [{key: value for key, value in each.items() if value is not None} for each in row.messages or []]
         template = self._template(messages, row.tools, where)
         if _MARKED.search(template):
@@ -58,7 +61,7 @@ class Chat:
     def _marked(
         self, messages: list[jsonl.Message], tools: list[Any] | None, template: str, where: str
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Tokens, and of which of them the template says that the assistant made them: [first, end) of each turn."""
+        """Return the tokens, and [first, end) of each part that the template marks as the assistant's."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         if not self._tokenizer.is_fast:
@@ -76,7 +79,7 @@ class Chat:
             )
         encoded = self._tokenizer(texts[0], add_special_tokens=False)
         turns = []
-        for first, end in spans[0]:  # a space at an end may be in the place of no token
+        for first, end in spans[0]:  # a space at an end may belong to no token
             inside = [token for at in range(first, end) if (token := encoded.char_to_token(at)) is not None]
             if inside:
                 turns.append((inside[0], inside[-1] + 1))
@@ -85,7 +88,7 @@ class Chat:
     def _derived(
         self, messages: list[jsonl.Message], tools: list[Any] | None, where: str
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Tokens and turns by [Note: What is learnt of a conversation]."""
+        """Return tokens and turns by rendering the conversation's beginnings; see the note at the top of the file."""
         with _Rejected(where):
             whole = self._tokens(messages, tools)
         turns = []
@@ -100,7 +103,10 @@ class Chat:
     def _beginning(
         self, whole: list[int], messages: list[jsonl.Message], tools: list[Any] | None, where: str, *, answered: bool
     ) -> int:
-        """How many tokens a beginning of the conversation has; UsageError where it is no beginning of the whole."""
+        """Return the number of tokens of a beginning of the conversation.
+
+        UsageError if they are not the first tokens of the whole.
+        """
         part = "conversation up to this turn" if answered else "conversation before this turn"
         if not messages:
             raise UsageError(
@@ -122,7 +128,7 @@ class Chat:
 
 
 class _Rejected:
-    """Around a call of a template: what it raises becomes one sentence."""
+    """Turns an error of the chat template into a UsageError of one sentence."""
 
     def __init__(self, where: str) -> None:
         self._where = where

@@ -1,9 +1,8 @@
 """The command line: `shardengine init | train | run | plan | export | import | inspect | env | config`.
 
-Owns: options, help, exit codes. Must not know: what the commands do; each is imported when it is used, so that help and
-a wrong option answer at once.
-Exit codes: 0 done · 1 failure, or a damaged checkpoint · 2 wrong usage or config, with the message only · 141 whoever
-read the output has gone.
+Owns: options, help, exit codes. Must not know: the commands themselves. Each is imported when it is used, so help and
+wrong options are answered at once. Exit codes: 0 done · 1 failure, or a damaged checkpoint · 2 wrong usage or config,
+with the message only · 141 the reader of the output is gone.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ from shardengine.uncaught import OTHERS_WAIT_S, is_first_of_machine
 
 _MOST_EPOCHS = 1_000_000
 _BROKEN_PIPE = 128 + 13
-"""What a shell calls a program that SIGPIPE has ended: `shardengine inspect … | head`."""
+"""A shell's code for a program that SIGPIPE ended: `shardengine inspect … | head`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; ``arguments`` default to the process's. Returns the exit code."""
+    """Run one command and return the exit code. ``arguments`` default to the process's."""
     options = _parser().parse_args(arguments)
     if options.command == "run":
-        return _run(options)  # what a script raises is its own
+        return _run(options)  # a script's exceptions are its own
     commands: dict[str, Callable[[argparse.Namespace], int]] = {
         "train": _train, "export": _export, "inspect": _inspect, "env": _env, "import": _import, "config": _config,
         "plan": _plan, "init": _init,
     }  # fmt: skip
     try:
         code = commands[options.command](options)
-        sys.stdout.flush()  # here, not when the interpreter ends, is a broken pipe answered
+        sys.stdout.flush()  # a broken pipe is handled here, not when the interpreter ends
         return code
     except (ConfigError, UsageError) as error:
         print(f"shardengine {options.command}: {error}", file=sys.stderr)
@@ -68,8 +67,11 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _is_fine(options: argparse.Namespace, command: str) -> bool:
-    """Whether the file can be read and has no errors, which are printed: before torch is imported, and by one process
-    of those that a launcher has started on this machine."""
+    """Whether the config can be read and has no errors; errors are printed.
+
+    This happens before torch is imported. If a launcher has started several processes on this machine, one of them
+    prints.
+    """
     try:
         source = _source(options, options.config)
         load_config(source, provisional(source))

@@ -1,11 +1,11 @@
-"""`shardengine train`: the parent process. Owns: checking before ranks start, starting them, the exit code.
+"""`shardengine train`: the parent process. Owns: checks before ranks start, starting them, the exit code.
 
-Must not know: the training loop's inside. Under a launcher (see rendezvous; this command's own is torchrun) the process
-is one rank and goes straight to the loop; otherwise it checks everything, builds the default model and runs torchrun
-in this very process, so that a failure comes back as an object and only the failing rank's own traceback is printed.
-Ranks that died are started again with --max-restarts (see restarts); a launcher of the user's does that by itself.
+Must not know: the inside of the training loop. Under a launcher (see rendezvous; this command's own is torchrun) the
+process is one rank and goes straight to the loop. Otherwise it checks everything, builds the default model and runs
+torchrun in this process. So a failure comes back as an object, and only the failing rank's own traceback is printed.
+With --max-restarts, ranks that died are started again (see restarts); a user's launcher does that by itself.
 
-Exit codes: 0 done, or stopped as asked · 1 a rank failed · 2 wrong usage, config or paths (raised, see cli).
+Exit codes: 0 done, or stopped on request · 1 a rank failed · 2 wrong usage, config or paths (raised, see cli).
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ MAX_RANKS = 1024
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train with the command line's ``options``; returns the exit code.
+    """Train with the command line's ``options``; return the exit code.
 
-    Raises ConfigError or UsageError, before any rank starts, for everything that is the user's to repair.
+    Raises ConfigError or UsageError, before any rank starts, for every error that the user can repair.
     """
     require("transformers", "tokenizers", extra="hf")
     inside = dist.is_initialized() or rendezvous.join()
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _dry_run(settings: Settings, ranks: int) -> int:
-    """What the run would need is planned and printed, by the first rank alone where a launcher has started several."""
+    """Plan the run and print its needs. If a launcher has started several ranks, only the first one does so."""
     from shardengine.app import dry_run
 
     if os.environ.get("RANK", "0") != "0":
@@ -96,7 +96,7 @@ def _dry_run(settings: Settings, ranks: int) -> int:
 
 
 def _run_inside(options: argparse.Namespace, settings: Settings) -> int:
-    """This process is a rank: where the run is, and whether it goes on, is settled among the ranks."""
+    """Run as one rank. The ranks first agree on the output directory and on whether the run resumes."""
     started_by_us = stopping.CONTROL in os.environ
     owns_group = not dist.is_initialized()
     said = load_or_default(settings.source)  # the batch sizes are worked out later: see job, [Note: The same job]
@@ -114,7 +114,7 @@ def _run_inside(options: argparse.Namespace, settings: Settings) -> int:
     if started_by_us or code:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)  # all is said and written; gloo's threads sometimes abort a process that ends the ordinary way
+        os._exit(code)  # all output is written; gloo's threads sometimes abort a process that ends the ordinary way
     return 0
 
 
@@ -142,7 +142,7 @@ def _check_restarts(options: argparse.Namespace, settings: Settings, inside: boo
 
 
 def _settings(options: argparse.Namespace) -> Settings:
-    """What a new run is asked to do. ``output`` is only the wish: it is not made yet."""
+    """Return the settings of a new run. ``output`` is only the requested name: the directory is not made yet."""
     if options.config is None:
         raise UsageError("expected --config FILE, or the name of a recipe (for example --config demo), or --resume DIR")
     steps = options.steps or DEFAULT_STEPS
@@ -169,7 +169,7 @@ def _settings(options: argparse.Namespace) -> Settings:
 
 
 def _ranks(wanted: int | None, inside: bool, before: int | None) -> int:
-    """How many ranks there are, or will be. before: what a resumed run had."""
+    """Return the number of ranks. before: that of the run to resume."""
     if not inside:
         if wanted is not None and wanted > MAX_RANKS:
             raise UsageError(f"--ranks {wanted}: expected at most {MAX_RANKS} ranks on one machine")
@@ -186,7 +186,7 @@ def _ranks(wanted: int | None, inside: bool, before: int | None) -> int:
 
 
 def _run_rank(settings: Settings, config: Config, rank_sums: RankSums) -> bool:
-    """The loop on this rank, see loop.train. An exception is told to the parent and ends the process."""
+    """Run the loop on this rank, see loop.train. An exception is reported to the parent and ends the process."""
     from shardengine.app import loop
 
     try:
@@ -198,7 +198,10 @@ def _run_rank(settings: Settings, config: Config, rank_sums: RankSums) -> bool:
 
 
 def _run_parent(settings: Settings, ranks: int, max_restarts: int) -> int:
-    """Build what the ranks need, start them, again where they died and may be, return the exit code."""
+    """Build the default model if it is needed, start the ranks, and restart them if they die and may restart.
+
+    Returns the exit code.
+    """
     control = Path(tempfile.mkdtemp(prefix="shardengine-"))
     os.environ.update(rank_environment(ranks))
     os.environ[stopping.CONTROL] = str(control)
@@ -228,7 +231,10 @@ def _run_parent(settings: Settings, ranks: int, max_restarts: int) -> int:
 
 
 def _check_loads(model: str) -> None:
-    """UsageError unless the model's config and tokenizer can be loaded; a model on the Hub is fetched for all ranks."""
+    """UsageError unless the model's config and tokenizer can be loaded.
+
+    A model on the Hub is downloaded for all ranks.
+    """
     from transformers import AutoConfig, AutoTokenizer
 
     try:
@@ -239,7 +245,10 @@ def _check_loads(model: str) -> None:
 
 
 def _torchrun(settings: Settings, ranks: int, control: Path, name: str) -> RankFailure | None:
-    """Start the ranks, wait for them; how one died. name: what the launch is called, at every restart the same."""
+    """Start all ranks with torchrun in this process and wait for them; return None, or how one died.
+
+    name: of the launch, the same at every restart.
+    """
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -268,7 +277,7 @@ def _torchrun(settings: Settings, ranks: int, control: Path, name: str) -> RankF
 
 
 def _explain(dead: RankFailure, settings: Settings, note: str) -> int:
-    """Print the failing rank's own traceback, or how a rank died that could not say anything; returns the exit code."""
+    """Print the failing rank's traceback, or how a rank died that could not report an error; return the exit code."""
     if dead.is_usage and dead.trace:
         raise UsageError(dead.message)
     print(dead.text, *([note] if note else []), sep="\n", file=sys.stderr)
@@ -278,7 +287,7 @@ def _explain(dead: RankFailure, settings: Settings, note: str) -> int:
 
 @contextmanager
 def _requests_to_stop(file: Path) -> Iterator[None]:
-    """While ranks run, Ctrl-C and SIGTERM ask them to stop after their step; the second one ends everything at once."""
+    """While ranks run, Ctrl-C and SIGTERM ask them to stop after their step. A second one ends everything at once."""
 
     def note(number: int, frame: FrameType | None) -> None:
         if file.exists():

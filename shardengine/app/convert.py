@@ -1,6 +1,6 @@
-"""The command `shardengine import`: a checkpoint of another program becomes one of ours.
+"""The command `shardengine import`: writes another program's checkpoint as one of shardengine.
 
-Owns: recognising the source, what is printed. Must not know: the forms themselves.
+Owns: recognising the source, the text that is printed. Must not know: the formats themselves.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardengine.sharding import WEIGHT
 
 
 def run_import(options: argparse.Namespace) -> int:
-    """Import as the options say; the exit code."""
+    """Import as the options ask; return the exit code."""
     try:
         foreign = read(Path(options.source), options.form, options.tag, options.buffer)
         tag = directory.tag_of(foreign.global_steps)
@@ -32,7 +32,7 @@ def run_import(options: argparse.Namespace) -> int:
 
 
 def read(source: Path, form: str | None, tag: str | None, buffers: list[str]) -> Foreign:
-    """The checkpoint ``tag`` of ``source``; form: "deepspeed" or "dcp", None where the files shall tell."""
+    """Read the checkpoint ``tag`` of ``source``. form: "deepspeed" or "dcp"; None: recognised by its files."""
     if not source.is_dir():
         raise UsageError(f"{source}: expected a directory with a checkpoint")
     place = source if tag is None else source / tag
@@ -51,7 +51,7 @@ def read(source: Path, form: str | None, tag: str | None, buffers: list[str]) ->
 
 
 def describe(foreign: Foreign, place: Path) -> str:
-    """What was taken over, and what was not."""
+    """List the parts that were imported, and those that were not."""
     parameters = foreign.parameters
     frozen = sum(not parameter.trainable for parameter in parameters)
     tied = sum(len(parameter.names) > 1 for parameter in parameters)

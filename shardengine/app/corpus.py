@@ -1,10 +1,10 @@
-"""The text to train on and the small model made for the built-in one. Owns: their recipe and the cache they live in.
+"""The built-in training text, and the small model made for it. Owns: their recipe and their cache.
 
 Must not know: ranks, the engine, the training loop. transformers and tokenizers are imported when a model is made.
 
 The model is built once: a GPT-2 of about 4.2M random weights (tied embeddings) and a byte-level BPE tokenizer trained
 on the training part of CPython's documentation, saved as an ordinary Hugging Face directory. The directory's name holds
-a digest of recipe and corpus, so that a changed recipe or another Python makes a new one.
+a digest of recipe and corpus, so a changed recipe or another Python makes a new one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _DROPOUT, _SEED = 0.0, 42
 
 
 def read_text(data: str) -> str:
-    """The corpus: CPython's own documentation for ``builtin:pydoc``, else the UTF-8 file."""
+    """Return the corpus: CPython's own documentation for ``builtin:pydoc``, otherwise the UTF-8 file."""
     if data == BUILTIN:
         from pydoc_data import topics
 
@@ -34,7 +34,10 @@ def read_text(data: str) -> str:
 
 
 def split(text: str) -> tuple[str, str]:
-    """(training, validation): the last 5% validate, contiguous, so that no sentence is in both; cut at a line's end."""
+    """Split into (training, validation): the last 5%, cut at a line's end, validate.
+
+    Each part is contiguous, so no sentence is in both.
+    """
     cut = int(len(text) * (1 - VALIDATION_FRACTION))
     line_end = text.rfind("\n", cut // 2, cut) + 1
     cut = line_end or cut
@@ -42,7 +45,7 @@ def split(text: str) -> tuple[str, str]:
 
 
 def default_model(cache: Path) -> Path:
-    """The directory of the default model, which is built if it is not there. Safe against other processes doing so.
+    """Return the directory of the default model, and build it if it is missing. Several processes may do so at once.
 
     UsageError if ``cache`` cannot be written.
     """
@@ -60,7 +63,7 @@ def default_model(cache: Path) -> Path:
         _build(training, building)
         building.chmod(0o755)
         try:
-            os.rename(building, directory)  # atomic: the directory is there complete or not at all
+            os.rename(building, directory)  # atomic: the directory is complete or does not exist
         except OSError:
             if not directory.exists():
                 raise

@@ -1,13 +1,13 @@
-"""Rows of tokens, and which rank reads which row when. Owns: what a row is, shuffling.
+"""Rows of tokens, and which rank reads which row when. Owns: the form of a row, shuffling.
 
 Must not know: the engine, the model, where rows come from. A row has ``length`` token ids and as many labels: the same
-ids (the model shifts them by one), or IGNORED where nothing is learnt.
+ids (the model shifts them by one), or IGNORED for tokens that are not learnt.
 
-[Note: The order of the data] There is one endless sequence of rows, which knows nothing of ranks: epoch 0, epoch 1, and
-so on, each of them all rows in an order of its own, torch.randperm seeded with seed + epoch. Sample number s of a run
-is its s-th row. The optimizer step that begins at sample s reads the next ``train_batch_size`` rows, also across the
-end of an epoch (no row is left out), at every number of ranks. Within it rank r of N has the rows s + r, s + r + N, …,
-in this order: its first micro-batch, its second, and so on. So the position is the number of samples consumed.
+[Note: The order of the data] There is one endless sequence of rows, which does not depend on ranks: epoch 0, epoch 1,
+and so on. Each epoch holds all rows in an order of its own, torch.randperm seeded with seed + epoch. Sample number s of
+a run is its s-th row. The optimizer step that begins at sample s reads the next ``train_batch_size`` rows, also across
+the end of an epoch (no row is left out), at every number of ranks. Within it rank r of N has the rows s + r, s + r + N,
+…, in this order: its first micro-batch, its second, and so on. So the position is the number of samples consumed.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torch import Tensor
 
 Batch = dict[str, Tensor]
 IGNORED = -100
-"""The label that torch's cross entropy, and so every Hugging Face model, leaves out."""
+"""The label that torch's cross entropy leaves out, and so every Hugging Face model."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What is learnt from: int64 [rows, length] each. ``attention_mask`` is None where no row is padded.
+    """Rows of tokens: int64 [rows, length] each. ``attention_mask`` is None if no row is padded.
 
-    position_ids: of rows with several documents apart, which have no mask (packing, [Note: Documents apart]).
+    position_ids: if a row may hold several separate documents (see packing); such rows have no mask.
     """
 
     input_ids: Tensor
@@ -52,7 +52,7 @@ class Rows:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Those that there are, under the names of the model's inputs."""
+        """The tensors that are not None, under the names of the model's inputs."""
         found = {
             "input_ids": self.input_ids, "labels": self.labels,
             "attention_mask": self.attention_mask, "position_ids": self.position_ids,
@@ -60,11 +60,14 @@ class Rows:
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def batch(self, chosen: Tensor | slice) -> Batch:
-        """The model's inputs for some rows."""
+        """Return the model's inputs for some rows."""
         return {name: tensor[chosen] for name, tensor in self.tensors.items()}
 
     def prompt(self, row: int) -> Tensor:
-        """What a sample may start from: the prompt of an example (at least one token), or a quarter of a block's."""
+        """Return a prompt for a sample: that of an example (at least one token), or the first tokens of a block.
+
+        These are half of a block, but at most 16 tokens.
+        """
         if self.attention_mask is None and self.position_ids is None:
             return self.input_ids[row, : max(1, min(16, self.length // 2))]
         learnt = self.labels[row] != IGNORED
@@ -73,7 +76,10 @@ class Rows:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The two parts of the data. ``truncated``, ``dropped``: examples that lost their end, or that were left out."""
+    """The two parts of the data.
+
+    ``truncated``: examples that lost their end · ``dropped``: examples that were left out.
+    """
 
     training: Rows
     validation: Rows
@@ -87,12 +93,18 @@ class Blocks:
 
 
 def valid_tokens(batch: Batch) -> int:
-    """Predictions that count: the model shifts labels by one, so that nothing predicts a row's first token."""
+    """Return the number of predictions that count.
+
+    The model shifts labels by one, so nothing predicts a row's first token.
+    """
     return int((batch["labels"][:, 1:] != IGNORED).sum())
 
 
 def tokens(batch: Batch) -> int:
-    """Tokens without padding; where documents are apart each has at least two, and padding has position 0."""
+    """Return the number of tokens without padding.
+
+    Packed documents have at least two tokens each, and padding has position 0.
+    """
     if "position_ids" in batch:
         positions = batch["position_ids"]
         return int((positions > 0).sum() + (positions == 1).sum())
@@ -100,9 +112,9 @@ def tokens(batch: Batch) -> int:
 
 
 def training_batches(rows: Rows, micro_batch: int, rank: int, ranks: int, seed: int, start: int = 0) -> Iterator[Batch]:
-    """This rank's micro-batches, without end ([Note: The order of the data]).
+    """Yield this rank's micro-batches, without end ([Note: The order of the data]).
 
-    start: samples that all ranks together have consumed already, a whole number of micro-batches on each of them.
+    start: the samples that all ranks together have consumed, a whole number of micro-batches per rank.
     """
 
     @functools.lru_cache(maxsize=2)  # a micro-batch may lie across the end of an epoch

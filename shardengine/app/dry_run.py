@@ -1,6 +1,6 @@
-"""`shardengine train --dry-run`: the run that would be made is planned. Must not know: how a plan is made.
+"""`shardengine train --dry-run`: plans the run instead of starting it. Must not know: how a plan is made.
 
-Owns: the order of things. No weight is read, no rank is started, nothing is written but the default model.
+Owns: the order of the calls. No weight is read, no rank is started, and only the default model is written.
 
 Exit codes: 0 it fits into this machine · 1 it does not · 2 wrong usage, or a model that cannot be planned.
 """
@@ -19,12 +19,15 @@ from shardengine.planner import automatic, plan, this_machine
 
 
 def run(settings: Settings, ranks: int) -> int:
-    """Print the plan; the exit code. Ranks are alike: GPUs of this machine's kind, as many on every node."""
+    """Print the plan; return the exit code.
+
+    It assumes that all ranks have devices of this machine's kind, as many on every node.
+    """
     config = settings.read_config(ranks)
     tokenizer, model = loop.load_model(settings, config.seed, four_bits.dtype_of(config), values=False)
     blocks = loop.load_data(settings, tokenizer, model)
     where = this_machine(_device(), ranks, config)
-    logging.getLogger("shardengine").setLevel(logging.ERROR)  # of a run that is none
+    logging.getLogger("shardengine").setLevel(logging.ERROR)  # no run starts: drop its messages
     try:
         config, told = planning.decided_alone(where, settings, config, model, blocks)
     except automatic.NothingFits as error:
@@ -39,7 +42,7 @@ def run(settings: Settings, ranks: int) -> int:
 
 
 def _device() -> torch.device:
-    """The kind that a rank of this machine computes on."""
+    """Return the kind of device that a rank of this machine computes on."""
     count, local = devices.count(), os.environ.get("LOCAL_RANK", "")
     if not count:
         return torch.device("cpu")

@@ -1,6 +1,7 @@
-"""`shardengine env`: what a bug report needs, to be pasted as it is. Owns: finding it out. Must not know: the engine.
+"""`shardengine env`: the facts that a bug report needs. Owns: collecting them. Must not know: the engine.
 
-No name of the machine or its user is printed. Versions come from package metadata, so that nothing is imported for it.
+The names of the machine and its user are not printed, so the output can be pasted unchanged. Versions come from package
+metadata, so nothing is imported for them.
 """
 
 from __future__ import annotations
@@ -49,16 +50,16 @@ WHERE_SET = (
     *"MPI_LOCALNRANKS PMI_RANK PMI_SIZE".split(),
     *devices.LOCAL_RANKS,
 )
-"""As are all of TORCH_NCCL_."""
+"""Shown if set, as are all that begin with TORCH_NCCL_."""
 PRIVATE = (
     "MASTER_ADDR SLURM_JOB_NODELIST SLURM_STEP_NODELIST TORCHELASTIC_RUN_ID SHARDENGINE_CACHE SHARDENGINE_CONTROL_DIR "
     "PYTHONPATH XDG_CACHE_HOME MLFLOW_EXPERIMENT_ID MLFLOW_EXPERIMENT_NAME"
 ).split()
-"""Their values may name a machine or its user: only that they are set is told."""
+"""Only shown as "set", because their values may name a machine or its user."""
 
 
 def describe(ranks: int | None = None) -> str:
-    """The whole text, one ``name: value`` per line. ranks: so many are started here, and their group is measured."""
+    """Return the text, one ``name: value`` per line. ranks: starts so many here and measures their group."""
     rows = {"shardengine": shardengine.__version__, "python": f"{platform.python_version()} on {platform.platform()}"}
     rows |= {package: _version(package) for package in _PACKAGES}
     rows["distributed"] = _backends()
@@ -98,7 +99,7 @@ def _cuda() -> str:
 
 
 def _device() -> str:
-    """What this process would use, alone or as the rank that its launcher says, and why."""
+    """Return the device that this process would use, alone or as the rank that its launcher names, with the reason."""
     try:
         choice = devices.choose([devices.facts()], 0)
         return (
@@ -117,7 +118,7 @@ def _told(name: str) -> str:
 
 
 def _kernels() -> str:
-    """Who carries them out, and whether py-cpuinfo finds the same instruction sets."""
+    """Return the kernels' implementation, and whether py-cpuinfo finds the same instruction sets."""
     try:
         if (said := kernels.wanted()) not in ("auto", "native"):
             return f"{said} (SHARDENGINE_KERNELS)"
@@ -131,7 +132,7 @@ def _kernels() -> str:
 
 
 def _group(ranks: int | None) -> str:
-    """The fit of a group of so many ranks on this machine, and what "auto" makes of it."""
+    """Return the fit of a group of so many ranks on this machine, and the values that "auto" derives from it."""
     if ranks is None:
         return "not measured (--ranks N starts N ranks and measures it)"
     if ranks == 1:
@@ -148,7 +149,7 @@ _MODEL_SIZES = (100_000_000, 1_000_000_000)
 
 
 def measure() -> tuple[GroupSpeed, GroupSpeed, bool]:
-    """On a rank: how fast reductions and gathers of fp32 are, and whether other processors send than compute."""
+    """Measure, on a rank, reductions and gathers of fp32; return also whether the device has a memory of its own."""
     made = mesh.build(owned=True)
     collectives = Collectives(made, BufferPool(made.platform), direct=made.backend != "nccl")
     try:
@@ -159,7 +160,7 @@ def measure() -> tuple[GroupSpeed, GroupSpeed, bool]:
 
 
 def _memory() -> str:
-    """Total and available, from /proc/meminfo where that exists."""
+    """Return total and available memory from /proc/meminfo, or "unknown" if that does not exist."""
     path = Path("/proc/meminfo")
     if not path.exists():
         return "unknown"

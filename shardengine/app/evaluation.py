@@ -1,15 +1,16 @@
-"""The validation loss. Owns: which rank runs which rows, the order of the sum, what is left as it was.
+"""The validation loss. Owns: which rank runs which rows, the order of the sum, restoring the state of training.
 
-Must not know: where rows come from, when it is asked for.
+Must not know: where rows come from, when a validation is due.
 
 [Note: The validation loss] Rows are cut into batches of a micro-batch each, in their order, whatever the number of
-ranks; batch b is run by rank b modulo N. The model says the mean of each over its valid tokens, in fp32. The loss is
-the sum of these, each times its number of valid tokens, over the number of all: products in fp64, and their sum rounded
-once (math.fsum), so that the order of ranks and batches does not count. So the same weights have the same bits of loss
-on any number of ranks, where a forward has: the same kernels, threads and size of a micro-batch.
+ranks; batch b is run by rank b modulo N. The model returns the mean of each batch over its valid tokens, in fp32. The
+loss is the sum of these means, each times its number of valid tokens, divided by the number of all valid tokens.
+Products are in fp64, and their sum is rounded once (math.fsum), so the order of ranks and batches does not matter. So
+the same weights give the same bits of loss on any number of ranks, if a forward does: the same kernels, threads and
+size of a micro-batch.
 
-Training does not see it: no token of the training data is read, nothing is drawn from the random states that dropout
-uses, and the model is back in training when it has been in it.
+Validation does not affect training: it reads no training data, draws nothing from the random states that dropout uses,
+and restores training mode.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from shardengine.engine import Engine
 
 
 def validation_batches(rows: Rows, micro_batch: int, rank: int, ranks: int) -> Iterator[tuple[Batch, int]]:
-    """(batch, how many of its predictions count): each row once over all ranks, as many batches on each rank.
+    """Yield (batch, its number of predictions that count): each row once over all ranks, equally many batches per rank.
 
-    Ranks must run equally many forwards, because at stage 3 a forward is collective: a rank that has nothing left runs
+    Ranks must run equally many forwards, because at stage 3 a forward is collective. A rank without remaining rows runs
     one row that counts for nothing.
     """
     count = -(-len(rows) // micro_batch)
@@ -39,7 +40,7 @@ def validation_batches(rows: Rows, micro_batch: int, rank: int, ranks: int) -> I
 
 @torch.no_grad()
 def validate(engine: Engine, rows: Rows, rank_sums: RankSums) -> float:
-    """Mean loss per valid token over all rows, whatever the number of ranks; collective."""
+    """Return the mean loss per valid token over all rows, whatever the number of ranks; collective."""
     was_training, micro_batch = engine.module.training, engine.train_micro_batch_size_per_gpu()
     losses, counts = [], []
     engine.eval()
@@ -57,6 +58,6 @@ def validate(engine: Engine, rows: Rows, rank_sums: RankSums) -> float:
 
 
 def _nothing(engine: Engine, inputs: Batch) -> float:
-    """A forward of which nothing counts: its mean may be 0 / 0."""
+    """Run a forward whose loss is ignored: it may be 0 / 0."""
     engine(**inputs, use_cache=False)
     return 0.0

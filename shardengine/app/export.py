@@ -1,7 +1,7 @@
-"""`shardengine export`: a checkpoint as a directory for another program. Owns: its options, what it prints.
+"""`shardengine export`: writes a checkpoint as a directory for another program. Owns: its options, the printed text.
 
-Must not know: the forms that are written (interchange). Exit codes: 0 written · 1 the checkpoint is damaged or the disk
-full · 2 wrong usage · 143 ended by SIGTERM; in all but the first nothing is left of the output.
+Must not know: the formats that are written (interchange). Exit codes: 0 written · 1 the checkpoint is damaged or the
+disk full · 2 wrong usage · 143 ended by SIGTERM. Unless the code is 0, nothing is left of the output.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _UNITS = {"": 1, "B": 1, "KB": 1000, "MB": 1000**2, "GB": 1000**3, "KIB": 1 << 1
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write what the command line asks for; the exit code. Raises UsageError and CheckpointError."""
+    """Write the export that the command line asks for; return the exit code. Raises UsageError and CheckpointError."""
     out = Path(options.out)
     found = _find(options)
     check_free(out)
@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
         others = [tag for tag in directory.present(folder) if directory.place_of(folder, tag) != place]
         offer = f"; there are also: {', '.join(others[:8])}" if others else ""
         raise CheckpointError(f"{error}{offer}") from error
-    except OSError as error:  # what cannot be read is a CheckpointError
+    except OSError as error:  # of writing: errors of reading are CheckpointErrors
         text = f"{out}: could not be written: {error.strerror or error}; nothing is left there"
         raise CheckpointError(text) from error
     files = [path for path in sorted(out.rglob("*")) if path.is_file()]
@@ -60,7 +60,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _find(options: argparse.Namespace) -> Found | Path:
-    """The checkpoint, or with --merge, where there is none, the directory of an adapter; UsageError for neither."""
+    """Return the checkpoint; with --merge and no checkpoint, the directory of an adapter.
+
+    UsageError if there is neither.
+    """
     place = Path(options.checkpoint)
     try:
         return find(place)
@@ -80,7 +83,7 @@ def _find(options: argparse.Namespace) -> Found | Path:
 
 
 def _check_together(options: argparse.Namespace) -> None:
-    """UsageError for an option that the format has no use for."""
+    """UsageError for an option that the format does not use."""
     if options.ema and options.format == "dcp":
         raise UsageError(
             "--ema goes with --format hf or safetensors, got --format dcp, which has the optimizer's state"
@@ -130,7 +133,7 @@ def _copy_tokenizer(tokenizer: Path | None, work: Path, source: str) -> str:
 
 
 def _merge_saved(options: argparse.Namespace, folder: Path, out: Path, tokenizer: Path | None) -> list[str]:
-    """The base model with the adapter in ``folder``."""
+    """Write the base model with the adapter in ``folder`` merged into it."""
     from shardengine.app import merging
 
     if options.ema:
@@ -158,7 +161,7 @@ def _merge(
 
 
 def _tokenizer_of(found: Found) -> Path | None:
-    """Where the run that made the checkpoint has its tokenizer: its model/, or the model that it began with."""
+    """Return the tokenizer's directory of the run that made the checkpoint: its model/, or the model it began with."""
     if found.run is None:
         return None
     places = [found.run / MODEL]
@@ -171,7 +174,7 @@ def _tokenizer_of(found: Found) -> Path | None:
 
 
 def parse_size(option: str, text: str) -> int:
-    """``5GB`` → bytes; UsageError for anything else."""
+    """Convert ``5GB`` to bytes; UsageError for anything else."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     unit = _UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None or not 1 <= float(match[1]) * unit < math.inf:

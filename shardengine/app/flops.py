@@ -1,8 +1,8 @@
-"""FLOPs of a model's training and of a GPU, for MFU: the part of the one in the other. Must not know: engines.
+"""FLOPs of a model's training and of a GPU, for MFU, the ratio of the two. Must not know: engines.
 
 The count is that of Chowdhery et al., PaLM, appendix B: two FLOPs for each weight and token in forward, twice as many
-in backward, and 12 · layers · width of attention · tokens of the row for attention. Weights that are not trained have
-no gradient, which spares a third of theirs. What is computed again in backward does not count: no model needs it.
+in backward, and 12 · layers · width of attention · tokens of the row for attention. Frozen weights have no gradient,
+which saves a third of theirs. Recomputation in backward does not count, because the model itself does not need it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _BF16_TFLOPS: Mapping[str, float] = {
     "L40S": 362, "L40": 181, "L4": 121, "A40": 150, "A10G": 70, "A10": 125, "RTX 4090": 165, "RTX 3090": 71,
     "MI300X": 1307, "MI250X": 191.5,
 }  # fmt: skip
-"""Words of a GPU's name → its dense products in bf16 and fp16, by its data sheet (of an MI250X one of its two dies,
-which is a device of its own); the first that is found counts."""
+"""Words of a GPU's name → its dense TFLOP/s in bf16 and fp16, by its data sheet (for an MI250X, of one of its two dies,
+each of them a device). The first match counts."""
 _SLOWER = re.compile("Laptop|Max-Q|MIG")
 
 
 def per_token(model: nn.Module, length: int) -> float:
-    """Of a step on rows of ``length`` tokens, per token."""
+    """Return the FLOPs per token of a step on rows of ``length`` tokens."""
     config = getattr(model, "config", None)
     looked_up = _rows_looked_up(model)
     flops = 0.0
@@ -40,7 +40,7 @@ def per_token(model: nn.Module, length: int) -> float:
 
 
 def peak_of(name: str, dtype: torch.dtype) -> float:
-    """FLOP/s of the GPU of that name in ``dtype``; 0 where it is not known."""
+    """Return the FLOP/s of the GPU of that name in ``dtype``; 0 if they are not known."""
     if dtype not in (torch.bfloat16, torch.float16) or _SLOWER.search(name):
         return 0.0
     known = (peak for part, peak in _BF16_TFLOPS.items() if re.search(rf"\b{part}\b", name))
@@ -48,7 +48,7 @@ def peak_of(name: str, dtype: torch.dtype) -> float:
 
 
 def _rows_looked_up(model: nn.Module) -> set[int]:
-    """Weights of which rows are read, and nothing is multiplied."""
+    """Return the ids of weights that only provide rows, without a multiplication."""
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     multiplied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
     return {id(table) for table in tables} - multiplied

@@ -1,8 +1,8 @@
-"""QLoRA's base (Dettmers et al. 2023): frozen weights of 4 bits, by bitsandbytes: nf4, whose scales are quantised too.
+"""QLoRA's base (Dettmers et al. 2023): frozen weights of 4 bits, by bitsandbytes.
 
-Owns: packing a model while it is read, and the same model without values, for plans. Must not know: adapters, ranks,
-the engine, which keeps packed weights as they are. Inputs of a packed layer are multiplied in the dtype that the model
-is read in, which is that of the run.
+The format is nf4, whose scales are quantised as well. Owns: packing a model while it is read, and the same model
+without values, for plans. Must not know: adapters, ranks, the engine, which keeps packed weights as they are. Inputs of
+a packed layer are multiplied in the dtype that the model is read in: that of the run.
 """
 
 from __future__ import annotations
@@ -17,27 +17,30 @@ from shardengine.config import Config
 from shardengine.errors import UsageError
 
 _BLOCK, _BLOCK_OF_SCALES = 64, 256
-"""Weights of one scale, and scales of one scale of theirs; bitsandbytes has the first for nf4 and the second always."""
+"""Weights per scale, and scales per scale of the scales. bitsandbytes has the first for nf4, and always the second."""
 
 
 def dtype_of(config: Config) -> torch.dtype:
-    """In which a run of ``config`` computes. The base is read in it, because nobody casts packed weights."""
+    """Return the dtype that a run of ``config`` computes in.
+
+    The base is read in it, because packed weights cannot be cast.
+    """
     return torch.bfloat16 if config.bf16.enabled else torch.float16 if config.fp16.enabled else torch.float32
 
 
 def is_quantised(config: Any) -> bool:
-    """Whether a model's config says that its weights have fewer bits, in a form of another library."""
+    """Whether a model's config says that its weights are quantised, in another library's format."""
     return getattr(config, "quantization_config", None) is not None
 
 
 def refuse_quantised(config: Any, name: str) -> None:
-    """UsageError where the files of the model ``name`` have fewer bits already."""
+    """UsageError if the files of the model ``name`` are quantised already."""
     if is_quantised(config):
         raise UsageError(f"--lora bits=4: the files of {name} are quantised already; leave bits=4 out")
 
 
 def load(name: str, dtype: torch.dtype, device: torch.device) -> Any:
-    """The causal LM of a folder or name, packed on ``device``; it is whole there until ``initialize``."""
+    """Return the causal LM of a folder or name, packed on ``device``. It is whole there until ``initialize``."""
     from transformers import AutoModelForCausalLM
 
     with warnings.catch_warnings():

@@ -1,13 +1,13 @@
-"""The loss as the mean over the valid tokens of the global batch. Owns: what each micro-batch's loss weighs.
+"""The loss as the mean over the valid tokens of the global batch. Owns: the weight of each micro-batch's loss.
 
 Must not know: the engine, where batches come from.
 
 [Note: Global mean] A causal LM returns the mean over the valid tokens of its own micro-batch. The engine then takes the
-mean over micro-batches and ranks: a mean of means, in which a token weighs more the more tokens beside it are masked.
-So the loss of micro-batch i, with v_i valid tokens, is multiplied by v_i · N · k / V, where V counts the valid tokens
-of the optimizer step over all N ranks and their k micro-batches. What the engine computes is then the sum of all
-tokens' losses divided by V. Without masks the factor is exactly 1.0, and no bit changes. V must be known before the
-first backward, so a step's micro-batches are fetched together, and one small message adds their counts.
+mean over micro-batches and ranks. In that mean of means, a token weighs more if more of the tokens beside it are
+masked. So the loss of micro-batch i, with v_i valid tokens, is multiplied by v_i · N · k / V. V counts the valid tokens
+of the optimizer step over all N ranks and their k micro-batches. The engine then computes the sum of all tokens' losses
+divided by V. Without masks the factor is exactly 1.0, and no bit changes. V must be known before the first backward, so
+a step's micro-batches are fetched together, and one small message adds their counts.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class GlobalBatch:
 
 
 def fetch(batches: Iterator[Batch], count: int, rank_sums: RankSums) -> GlobalBatch:
-    """The next ``count`` micro-batches as one step ([Note: Global mean]); collective.
+    """Fetch the next ``count`` micro-batches as one step ([Note: Global mean]); collective.
 
-    A micro-batch without a valid token weighs 0. UsageError on every rank if there is none in the whole global batch.
+    A micro-batch without a valid token weighs 0. UsageError on every rank if the whole global batch has none.
     """
     mine = list(islice(batches, count))
     valid = [valid_tokens(batch) for batch in mine]
@@ -51,9 +51,10 @@ def fetch(batches: Iterator[Batch], count: int, rank_sums: RankSums) -> GlobalBa
 
 
 def _predictable(batch: Batch) -> Batch:
-    """A batch whose mean exists: where nothing is valid (0 / 0), one label stands in, and its loss weighs 0.
+    """Return a batch whose mean exists.
 
-    The batch cannot be skipped: forward and backward are collective.
+    If no token is valid (0 / 0), one label stands in, and the batch's loss weighs 0. The batch cannot be skipped:
+    forward and backward are collective.
     """
     if valid_tokens(batch):
         return batch

@@ -1,7 +1,7 @@
-"""Datasets of the Hub as rows of --data, read by the package `datasets`. Owns: which names are taken, which columns.
+"""Datasets of the Hub as rows of --data, read by the package `datasets`. Owns: the accepted names and columns.
 
-Must not know: torch, tokenizers. A name is ``ORGANISATION/NAME``, or ``ORGANISATION/NAME/CONFIGURATION`` of a dataset
-that has several, with ``:SPLIT`` behind it for another split than train. Of several forms that a dataset has,
+Must not know: torch, tokenizers. A name is ``ORGANISATION/NAME``, or ``ORGANISATION/NAME/CONFIGURATION`` if the dataset
+has several configurations, followed by ``:SPLIT`` for another split than train. If a dataset has several forms,
 conversations come before examples, and these before documents.
 """
 
@@ -20,7 +20,7 @@ _LONGEST_REASON = 400
 
 
 def is_name(data: str) -> bool:
-    """Whether ``data`` can only be the name of a dataset: no file is there, and it is written as one."""
+    """Whether ``data`` can only be the name of a dataset: it has the form of one, and no such file exists."""
     path = Path(data)
     if path.exists() or jsonl.is_jsonl(data) or path.suffix.lower() in _FILES or _NAME.fullmatch(data) is None:
         return False
@@ -28,7 +28,7 @@ def is_name(data: str) -> bool:
 
 
 def read(data: str, option: str = "--data") -> list[jsonl.Row]:
-    """All rows; UsageError where `datasets` is missing, finds nothing, or finds no column that can be learnt."""
+    """Return all rows. UsageError if `datasets` is missing, finds nothing, or finds no column that can be learnt."""
     try:
         import datasets
     except ImportError:
@@ -40,7 +40,7 @@ def read(data: str, option: str = "--data") -> list[jsonl.Row]:
     organisation, name, *variant = path.split("/")
     try:
         found = datasets.load_dataset(f"{organisation}/{name}", *variant, split=split or "train")
-    except Exception as error:  # its own, of the network, of files: all of them are told
+    except Exception as error:  # errors of `datasets`, the network or files: all are reported
         raise UsageError(
             f"{option} {data}: expected a file, or a dataset of the Hub with the split {split or 'train'}: "
             f"{type(error).__name__}: {' '.join(str(error).split())[:_LONGEST_REASON]}"
@@ -60,7 +60,7 @@ def read(data: str, option: str = "--data") -> list[jsonl.Row]:
 
 
 def _plain(value: Any) -> Any:
-    """Without the keys that `datasets` fills with None where only other rows have them."""
+    """Drop the keys that `datasets` fills with None because only other rows have them."""
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items() if each is not None}
     return [_plain(each) for each in value] if isinstance(value, list) else value

@@ -1,6 +1,6 @@
-"""`shardengine init`: a config that fits by plan, written with remarks and the commands that run it.
+"""`shardengine init`: plans a config that fits, and writes it with remarks and the commands that run it.
 
-Owns: what is asked, what a new config says before a plan has chosen the rest. Must not know: how a config is chosen.
+Owns: the questions, the values of a new config that no plan chooses. Must not know: how a config is chosen.
 
 Exit codes: 0 written · 1 nothing fits, and nothing is written · 2 wrong usage.
 """
@@ -29,7 +29,7 @@ _RATES = {FULL: 1e-5, LORA: 2e-4, QLORA: 2e-4}
 _LORA_KEYS = {LORA: "r=16,targets=all-linear", QLORA: "r=16,targets=all-linear,bits=4"}
 _SAID = {FULL: "all weights", LORA: "LoRA adapters", QLORA: "LoRA adapters on a base of 4 bits"}
 _SAMPLES = 16
-"""Of a step, at least."""
+"""The least samples per step."""
 _REMARKS = {
     "train_batch_size": "samples of a step, of all ranks together; it belongs to the learning rate",
     "train_micro_batch_size_per_gpu": "samples that a rank computes at once: the fastest that fits",
@@ -42,7 +42,7 @@ _REMARKS = {
 
 
 def run(options: argparse.Namespace) -> int:
-    """Ask for what the options leave out, choose, write; the exit code."""
+    """Ask for missing options, choose and write the config; return the exit code."""
     require("transformers", extra="hf", what="init")
     model = _ask(options.model, "--model", "model (a folder, or a name on the Hub)")
     gpus = _ask(options.gpus, "--gpus", "GPUs, as 4x24GB", _here())
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
     lora = _LORA_KEYS.get(method)
     if lora is not None:
         require_lora(lora, f"--method {method}")
-    logging.getLogger("shardengine").setLevel(logging.ERROR)  # of runs that are none
+    logging.getLogger("shardengine").setLevel(logging.ERROR)  # no run starts: drop its messages
     told = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
     base = base_config(method, hardware.ranks, nvme=options.nvme is not None)
     make = lambda: planning.model_of(model, lora, base)  # noqa: E731
@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def base_config(method: str, ranks: int, *, nvme: bool) -> dict[str, Any]:
-    """What is not chosen."""
+    """Return the values of the config that the plan does not choose."""
     zero = {"offload_optimizer": {"device": "nvme", "nvme_path": "offload"}} if nvme else {}
     params = {"lr": _RATES[method], "betas": [0.9, 0.95], "weight_decay": 0.1 if method == FULL else 0.0}
     return {
@@ -101,7 +101,7 @@ def base_config(method: str, ranks: int, *, nvme: bool) -> dict[str, Any]:
 
 
 def _with_remarks(config: Mapping[str, Any]) -> dict[str, Any]:
-    """``config``, each key that has one after its remark."""
+    """Return ``config`` with a remark before each key that has one."""
     found: dict[str, Any] = {}
     for key, value in config.items():
         if key in _REMARKS:
@@ -111,7 +111,7 @@ def _with_remarks(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _ask(given: str | None, option: str, question: str, default: str | None = None) -> str:
-    """``given``, or what somebody at a terminal answers, or the default. UsageError where there is none of these."""
+    """Return ``given``, or an answer from a terminal, or the default. UsageError if none of these exists."""
     if given:
         return given
     answer = ""
@@ -124,7 +124,7 @@ def _ask(given: str | None, option: str, question: str, default: str | None = No
 
 
 def _here() -> str | None:
-    """This machine's GPUs, as --gpus has them; None where there are none."""
+    """Return this machine's GPUs in the form of --gpus; None if it has none."""
     import torch
 
     count = devices.count()

@@ -1,6 +1,6 @@
-"""`shardengine inspect`: what is in a checkpoint, and whether it is whole. Owns: how that is printed.
+"""`shardengine inspect`: shows the contents of a checkpoint, and whether it is whole. Owns: the printed form.
 
-Must not know: the form of a checkpoint. Exit codes: 0 whole · 1 something is damaged · 2 no checkpoint there.
+Must not know: the format of a checkpoint. Exit codes: 0 whole · 1 damaged · 2 there is no checkpoint.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _HELD = 8
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print it; the exit code. Raises UsageError where no checkpoint is found."""
+    """Print the checkpoint; return the exit code. Raises UsageError if there is none."""
     found = find(Path(options.checkpoint))
     if found.checkpoint is not None:
         facts = examine(found.checkpoint)
@@ -33,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _folder(folder: Path, *, as_json: bool) -> int:
-    """A line for each checkpoint, newest first, and which of them `load_checkpoint` takes."""
+    """Print a line for each checkpoint, newest first, and which of them `load_checkpoint` takes."""
     examined = {tag: examine(directory.place_of(folder, tag)) for tag in listed(folder)}
     all_facts = {tag: facts for tag, facts in examined.items() if facts is not None}
     removed = sorted(examined.keys() - all_facts.keys())
@@ -116,7 +116,7 @@ def _text(facts: dict[str, Any]) -> str:
 
 
 def _maker(facts: dict[str, Any]) -> str:
-    """Ranks, stage and batch; of an imported checkpoint where it is from, and the batch if that is known."""
+    """Return ranks, stage and batch. For an imported checkpoint: its source, and the batch if it is known."""
     name, batch = facts["stage"]["name"], facts["batch"]
     imported = name.startswith("imported from ")
     ranks = name if imported else f"{facts['ranks']} rank(s), stage {name} ({facts['stage']['letters']})"
@@ -149,7 +149,7 @@ def _elements(row: dict[str, Any]) -> int:
 
 
 def _printable(text: str) -> str:
-    """``text`` without what would move a terminal's cursor: names may be anybody's."""
+    """Escape ``text`` if it could move a terminal's cursor: names may come from anybody."""
     return text if text.isprintable() else ascii(text)
 
 

@@ -1,13 +1,13 @@
-"""Ranks that are started again find the run that they were making. Owns: what a launch is called, where its run is.
+"""Lets ranks that a launcher restarted find their run. Owns: the names of a launch, the place of its run.
 
-Must not know: the loop, what a checkpoint holds.
+Must not know: the loop, the content of a checkpoint.
 
-[Note: The same job] torchrun starts all ranks again, with the same arguments, when one of them died or when a node
-joined or left (which it does not count as a restart). They go on in the output directory of the ranks before them; any
-other launch that names this directory is refused. So the directory's run.json says by which launch it is written: the
-launcher's run id, or, where it has none (a static rendezvous, c10d without --rdzv-id), the processes that started the
-ranks, its agents: as long as one of them is still there, it is the same launch. TORCHELASTIC_RESTART_COUNT would not
-do: ranks that were refused are started again too, and would then take what is not theirs.
+[Note: The same job] torchrun restarts all ranks with the same arguments when one of them died, or when a node joined or
+left (which does not count as a restart). The new ranks continue in the output directory of the old ones. Any other
+launch that names this directory is rejected. So the directory's run.json names the launch that writes it: by the
+launcher's run id, or, if there is none (a static rendezvous, c10d without --rdzv-id), by the processes that started the
+ranks, its agents. As long as one of these still exists, it is the same launch. TORCHELASTIC_RESTART_COUNT would not do:
+ranks that were rejected are restarted as well, and would then take another run's directory.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from shardengine.errors import UsageError
 
 RUN_ID = "TORCHELASTIC_RUN_ID"
 GO_ON = 75
-"""The exit code of a rank that stopped although its own node shall go on: EX_TEMPFAIL of sysexits.h."""
+"""The exit code of a rank that stopped although its own node shall continue: EX_TEMPFAIL of sysexits.h."""
 
 
 def names(rank_sums: RankSums) -> tuple[str, ...]:
-    """What this launch is called ([Note: The same job]); () where the launcher starts no rank again. Collective."""
+    """Return the names of this launch ([Note: The same job]); () if the launcher restarts no ranks. Collective."""
     run_id = os.environ.get(RUN_ID)
     if run_id is None:
         return ()
@@ -43,9 +43,9 @@ def names(rank_sums: RankSums) -> tuple[str, ...]:
 
 
 def settle(options: argparse.Namespace, settings: Settings, rank_sums: RankSums, *, reserved: bool) -> Settings:
-    """The settings with the output directory and the checkpoint to go on from, equal on all ranks; collective.
+    """Return the settings with the output directory and the checkpoint to resume from, equal on all ranks; collective.
 
-    reserved: the directory of a new run is this launch's own, made by its parent. UsageError if it is another's.
+    reserved: the directory of a new run was made for this launch by its parent. UsageError if it is another launch's.
     """
     settings = dataclasses.replace(settings, job=names(rank_sums))
     found: dict[str, Any] = {}
@@ -72,7 +72,10 @@ def settle(options: argparse.Namespace, settings: Settings, rank_sums: RankSums,
 
 
 def _find(settings: Settings, reserved: Path | None, wanted: str | None, ranks: int) -> dict[str, Any]:
-    """``output``, ``resume`` and ``again`` of the settings. On rank 0 alone, which makes the directory of a new run."""
+    """Return ``output``, ``resume`` and ``again`` of the settings.
+
+    Called on rank 0 alone, which makes a new run's directory.
+    """
     ours = settings.job
     if settings.resume is not None:
         again = resume.written_by(settings.output, ours)
@@ -96,10 +99,10 @@ def _place(output: Path, checkpoint: str | None, *, again: bool) -> dict[str, An
 
 
 def others_go_on(stopped_by_another: bool) -> bool:
-    """Whether this rank, which stopped because another one was asked to, shall be started again by its launcher.
+    """Whether the launcher shall restart this rank, which stopped because another one was asked to.
 
-    That is: torchrun spans several nodes, the other node is leaving, and this one may restart its ranks. An exit code
-    of 0 would tell its agent that the training is done.
+    This is so if torchrun spans several nodes, the other node is leaving, and this one may restart its ranks. With an
+    exit code of 0, torchrun's agent would take the training as done.
     """
     if not stopped_by_another or RUN_ID not in os.environ or int(os.environ.get("GROUP_WORLD_SIZE", "1")) < 2:
         return False
@@ -108,7 +111,10 @@ def others_go_on(stopped_by_another: bool) -> bool:
 
 
 def _agent() -> str:
-    """The process that started this one, and will start the next ones; no name of a machine can be read from it."""
+    """Return a digest of the process that started this one and will start the next ones.
+
+    It reveals no machine's name.
+    """
     started = ""
     with suppress(OSError, IndexError):
         status = Path(f"/proc/{os.getppid()}/stat").read_text(encoding="utf-8", errors="replace")

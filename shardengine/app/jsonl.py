@@ -1,9 +1,9 @@
 """Files of JSON lines. Owns: reading them, and errors that name the file and the line.
 
-Must not know: torch, tokenizers. One JSON object per line, all of one form: ``{"text": …}`` is a document,
-``{"prompt": …, "completion": …}`` an example whose completion is learnt, and
-``{"messages": [{"role": …, "content": …}, …]}`` a conversation of which the assistant's turns are learnt; ``tools``
-beside messages is what its template is told of tools. Other keys are ignored, blank lines skipped.
+Must not know: torch, tokenizers. One JSON object per line, all of one form: ``{"text": …}`` is a document, ``{"prompt":
+…, "completion": …}`` an example whose completion is learnt, and ``{"messages": [{"role": …, "content": …}, …]}`` a
+conversation whose assistant turns are learnt. ``tools`` beside messages is passed to the chat template. Other keys are
+ignored, blank lines skipped.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Row:
-    """One line. ``prompt`` is None for a document, whose text is the ``completion``: what is to be learnt.
+    """One line. ``completion`` is learnt. For a document it is the text, and ``prompt`` is None.
 
-    messages, tools: of a conversation, which has no prompt and no completion; None for the others.
+    messages, tools: of a conversation, which has no prompt and no completion; None for the other forms.
     """
 
     line: int
@@ -42,7 +42,7 @@ class Row:
 
     @property
     def form(self) -> tuple[str, ...]:
-        """The keys that make it what it is."""
+        """The keys of the row's form."""
         return FORMS[2] if self.messages is not None else FORMS[0] if self.prompt is None else FORMS[1]
 
 
@@ -52,7 +52,7 @@ def is_jsonl(data: str) -> bool:
 
 
 def read(path: str, option: str = "--data") -> list[Row]:
-    """All rows of the UTF-8 file; UsageError, with file and line, for the first one that cannot be used."""
+    """Return all rows of the UTF-8 file. UsageError, with file and line, for the first one that cannot be used."""
     rows: list[Row] = []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8-sig").split("\n"), 1):
         if not line.strip():
@@ -78,7 +78,10 @@ def _row(where: str, number: int, line: str) -> Row:
 
 
 def row_of(value: Any, number: int, where: str) -> Row:
-    """What one line, or one row of a dataset, says. UsageError, which begins with ``where``, if it cannot be used."""
+    """Return the row of one line, or of one row of a dataset.
+
+    UsageError, beginning with ``where``, if it cannot be used.
+    """
     if not isinstance(value, dict):
         raise UsageError(f"{where}: is {_kind(value)}; {EXPECTED}")
     forms = [form for form in FORMS if any(key in value for key in form)]

@@ -1,7 +1,7 @@
 """One rank of `shardengine train`: a training loop, to be read as an example of the library.
 
-Owns: the order of things (load, initialize, resume, step, validate, save, sample). Must not know: how ranks were
-started, how a stage works. Every call that is marked collective happens on every rank, in the same order.
+Owns: the order of the calls (load, initialize, resume, step, validate, save, sample). Must not know: how ranks are
+started, how a stage works. Every rank makes the calls marked collective, in the same order.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _VALIDATIONS = 10
 
 
 def train(settings: Settings, config: Config, rank_sums: RankSums) -> bool:
-    """Train as ``settings`` and ``config`` say; collective over the ranks of ``rank_sums``.
+    """Train as ``settings`` and ``config`` specify; collective over the ranks of ``rank_sums``.
 
     Returns whether this rank stopped early because another one was asked to. Raises UsageError for a model or a corpus
     that cannot be used.
@@ -47,7 +47,7 @@ def train(settings: Settings, config: Config, rank_sums: RankSums) -> bool:
     config = planning.decided(settings, config, model, blocks, rank_sums.mesh)
     settings = settings.with_steps(len(blocks.training), config.train_batch_size or 1)
     out = Report(settings, steps=settings.steps, every=config.steps_per_print, enabled=rank_sums.rank == 0)
-    plan = planning.of_run(settings, config, model, blocks, rank_sums)  # on rank 0, of what this run needs of memory
+    plan = planning.of_run(settings, config, model, blocks, rank_sums)  # on rank 0: the memory that this run needs
 
     engine = shardengine.initialize(
         model,
@@ -102,9 +102,9 @@ def steps(
     stop: StopRequest,
     watching: Callable[[int], AbstractContextManager[object]] = lambda _: nullcontext(),
 ) -> Iterable[Progress]:
-    """Run optimizer steps up to number ``count`` and yield after each; ends early when a rank was asked to stop.
+    """Run optimizer steps up to number ``count`` and yield after each. Ends early if any rank was asked to stop.
 
-    watching: of a step's number, what goes on around it.
+    watching: returns, for a step's number, a context manager to run the step in.
     """
     for number in range(engine.global_steps + 1, count + 1):
         engine.train()
@@ -129,9 +129,9 @@ def steps(
 
 @torch.no_grad()
 def sample(engine: shardengine.Engine, prompt: torch.Tensor, length: int, tokenizer: Any) -> torch.Tensor:
-    """``length`` sampled tokens after ``prompt`` [tokens]; collective, with the same tokens on every rank.
+    """Return ``length`` sampled tokens after ``prompt`` [tokens]; collective, with the same tokens on every rank.
 
-    At stage 3 every forward gathers weights from all ranks. Equal seeds and a fixed length keep them together.
+    At stage 3 every forward gathers weights from all ranks. Equal seeds and a fixed length keep the ranks in step.
     """
     engine.eval()
     torch.manual_seed(engine.config.seed)
@@ -159,13 +159,14 @@ def load_model(
     *,
     values: bool = True,
 ) -> tuple[Any, Any]:
-    """(tokenizer, causal LM in fp32) from a Hugging Face directory or name; the default one was built by the parent.
+    """Return (tokenizer, causal LM in fp32) from a Hugging Face directory or name.
 
-    Its weights, and adapters on it, are as the settings say; random ones come from ``seed``. The model has no memory:
-    ``initialize`` gives each rank its part, in the dtype that the config of the run says. Quantised weights, and files
-    that are no safetensors, cannot be read in parts: such a model is whole on every rank. dtype, device: of the run,
-    for a base that is packed (``--lora bits=4``) · values: False for a model on torch's meta device, of which only the
-    config is read, unless its files are quantised.
+    The parent has built the default model. The settings choose the weights and the adapters; random ones come from
+    ``seed``. The model has no memory: ``initialize`` gives each rank its part, in the dtype of the run's config.
+    Quantised weights, and files other than safetensors, cannot be read in parts; such a model is whole on every rank.
+
+    dtype, device: of the run, for a packed base (``--lora bits=4``) · values: if False, the model is on torch's meta
+    device and only its config is read, unless its files are quantised.
     """
     from transformers import AutoConfig, AutoTokenizer
     from transformers.utils import logging
@@ -210,7 +211,10 @@ def _make(
     *,
     random: bool = False,
 ) -> Any:
-    """The model of ``load_model``, with its own or random weights. packed: a run's dtype and device, for 4 bits."""
+    """Make the model of ``load_model``, with its own or random weights.
+
+    packed: the run's dtype and device, for 4 bits.
+    """
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
@@ -235,9 +239,9 @@ def _make(
 
 
 def load_data(settings: Settings, tokenizer: Any, model: Any) -> data.Blocks:
-    """The rows of tokens: as long as the settings say, or as the model takes them where nobody has said anything.
+    """Return the rows of tokens, of the settings' length, or of the model's positions if they are fewer.
 
-    UsageError for longer ones; a run that goes on has the rows that it began with.
+    UsageError if --length asks for more than the positions, except in a resumed run, which keeps its rows.
     """
     positions = int(getattr(model.config, "max_position_embeddings", None) or settings.length)
     if settings.length > positions and settings.length != DEFAULT_LENGTH and settings.resume is None:
@@ -258,12 +262,12 @@ def load_data(settings: Settings, tokenizer: Any, model: Any) -> data.Blocks:
 
 
 def begin_tokens(tokenizer: Any) -> list[int]:
-    """The begin-of-text token where the tokenizer itself puts one before a text, as Llama's does; else none."""
+    """Return the begin-of-text token if the tokenizer puts one before a text, as Llama's does; otherwise none."""
     return [token for token in tokenizer("")["input_ids"][:1] if token == tokenizer.bos_token_id]
 
 
 def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Two parameter groups: matrices with the optimizer's weight decay, vectors (biases, norms) with none."""
+    """Return two parameter groups: matrices with the optimizer's weight decay, vectors (biases, norms) with none."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [
         {"params": [parameter for parameter in trainable if parameter.ndim >= 2]},
@@ -273,7 +277,7 @@ def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def warmup_cosine(optimizer: torch.optim.Optimizer, count: int) -> LambdaLR:
-    """Linear warm-up over the first tenth of ``count`` steps, then a cosine down to a tenth of the base rate."""
+    """Return a schedule: linear warm-up over the first tenth of ``count`` steps, then a cosine to 0.1 of the rate."""
     warmup = max(1, count // 10)
 
     def ratio(step: int) -> float:

@@ -1,8 +1,7 @@
-"""Adapters of a checkpoint, or of a directory of peft's, merged into their base model. Owns: finding that model, and
-that it is the right one.
+"""Merges adapters of a checkpoint, or of a directory of peft's, into their base model.
 
-Must not know: the command line. peft does the arithmetic, on the whole model in fp32 in the memory of this process;
-each weight is rounded once, at the end.
+Owns: finding that model, and checking that it is the right one. Must not know: the command line. peft does the
+arithmetic, on the whole model in fp32 in this process's memory. Each weight is rounded once, at the end.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from shardengine.interchange.weight_files import rounded
 from shardengine.sharding import WEIGHT, FlatSlice
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-"""The files of an adapter's directory."""
+"""The files in an adapter's directory."""
 _BESIDE = ".quant_state."
-"""In the name of what bitsandbytes keeps beside a packed weight."""
+"""Part of the names of the tensors that bitsandbytes keeps beside a packed weight."""
 _CLASSES = {
     "SEQ_CLS": "AutoModelForSequenceClassification", "TOKEN_CLS": "AutoModelForTokenClassification",
     "QUESTION_ANS": "AutoModelForQuestionAnswering", "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
     "FEATURE_EXTRACTION": "AutoModel",
 }  # fmt: skip
-"""Of a base model, by the adapter's task."""
+"""The adapter's task → the class of its base model."""
 
 
 def write(
@@ -44,10 +43,11 @@ def write(
     adapter: str | None,
     base: str | None,
 ) -> list[str]:
-    """A Hugging Face model: the base with the adapters in its weights; sentences on what a user may miss.
+    """Write the base model with the adapters merged, as a Hugging Face model; return sentences for the user.
 
-    dtype: None for what the adapters were trained in · adapter: which one, if there are several · base: a directory or
-    name, None for what the adapter itself names. UsageError where it is not the model that they were trained with.
+    dtype: None: the dtype that the adapters were trained in · adapter: its name, if there are several · base: a
+    directory or name; None: the one that the adapter names. UsageError if it is not the model that they were trained
+    with.
     """
     found = adapters.configs(stored, adapter)
     if len(found) != 1:
@@ -70,9 +70,9 @@ def write(
 
 
 def saved_in(place: Path, adapter: str | None) -> Path | None:
-    """The directory of an adapter: ``place``, or its model/ where it is the output of a run; None where neither is.
+    """Return the directory of an adapter: ``place``, or its model/ if ``place`` is the output of a run; None otherwise.
 
-    adapter: its name; another than "default" has a directory of its own inside.
+    adapter: its name. An adapter not called "default" has a subdirectory of its own.
     """
     named = "" if adapter in (None, "default") else str(adapter)
     return next((each for each in (place / named, place / MODEL / named) if (each / CONFIG).is_file()), None)
@@ -81,9 +81,10 @@ def saved_in(place: Path, adapter: str | None) -> Path | None:
 def write_saved(
     folder: Path, out: Path, *, dtype: torch.dtype | None, largest: int, base: str | None
 ) -> tuple[str, list[str]]:
-    """As ``write``, of the adapter that ``save_pretrained`` of peft wrote into ``folder``; the base model's place too.
+    """Write as ``write`` does, from the adapter that peft's ``save_pretrained`` wrote into ``folder``.
 
-    Its files say nothing of the base model's weights: names and shapes alone are compared.
+    Returns the base model's place as well. The adapter's files have no checksums of the base model's weights, so only
+    names and shapes are compared.
     """
     config, weights = _config(folder), _read(folder)
     place = str(base or config.get("base_model_name_or_path") or "")
@@ -110,7 +111,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _read(folder: Path) -> dict[str, Tensor]:
-    """The adapter's tensors, under peft's names."""
+    """Return the adapter's tensors, under peft's names."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -133,9 +134,9 @@ def _write(model: Any, out: Path, chosen: torch.dtype, largest: int) -> None:
 
 
 def _adapted(folder: Path, class_name: str, base: str, name: str, *, revision: str | None = None) -> Any:
-    """The base model in fp32 with the adapter in ``folder`` under ``name``, unmerged; its vocabulary is the adapter's.
+    """Return the base model in fp32 with the adapter in ``folder`` under ``name``, unmerged, resized to its vocabulary.
 
-    UsageError where one does not fit the other.
+    UsageError if they do not fit each other.
     """
     import peft
     import transformers
@@ -173,7 +174,7 @@ def _adapted(folder: Path, class_name: str, base: str, name: str, *, revision: s
 
 
 def _tables(model: Any) -> list[Any]:
-    """The modules with a row for each word."""
+    """Return the modules with a row for each word."""
     return [table for table in (model.get_input_embeddings(), model.get_output_embeddings()) if table is not None]
 
 
@@ -183,7 +184,7 @@ def _of(key: str, module: str) -> bool:
 
 
 def _resize(model: Any, tables: dict[str, Any], weights: dict[str, Tensor]) -> None:
-    """Give ``model`` as many words as the whole embeddings in the adapter have; ValueError where it lacks some."""
+    """Resize ``model`` to the words of the whole embeddings in the adapter; ValueError if the adapter lacks some."""
     rows: dict[int, int] = {}
     for name, table in tables.items():
         for key, value in weights.items():
@@ -201,10 +202,10 @@ def _resize(model: Any, tables: dict[str, Any], weights: dict[str, Tensor]) -> N
 
 
 def _require_same(stored: StoredCheckpoint, model: Any, base: str) -> None:
-    """UsageError unless the frozen weights are those that the adapters were trained with, in the dtype of then.
+    """UsageError unless the frozen weights are those that the adapters were trained with, in the dtype of that time.
 
-    Those that were packed are not compared, because a GPU and a CPU may round them differently; embeddings, norms and
-    the output layer are.
+    Packed weights are not compared, because a GPU and a CPU may round them differently. Embeddings, norms and the
+    output layer are compared.
     """
     there: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     prints = stored.index.get("left_out", {})

@@ -1,11 +1,11 @@
-"""Several documents in one row, apart from each other. Owns: which row each goes into, whether a model can do it.
+"""Packs several separate documents into one row. Owns: the row of each document, and whether a model supports it.
 
 Must not know: files, tokenizers, ranks.
 
-[Note: Documents apart] Each document of a row counts its positions from 0. transformers' models see from that where one
-begins (where a position is not the one before it plus one), if they are given no attention mask, and let no token
-attend to another document; padding is a document of its own at each token. The first token of a document is not learnt:
-nothing in it predicts it. Whether the installed model really does so is tried (``leaks``), not believed.
+[Note: Documents apart] Each document of a row counts its positions from 0. If transformers' models get no attention
+mask, they find the start of each document in the positions (one that is not the one before it plus one), and let no
+token attend to another document. Each padding token is a document of its own. The first token of a document is not
+learnt, because nothing in the document predicts it. Whether the installed model does this is tested (``leaks``).
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ from torch import Tensor
 from shardengine.app.data import IGNORED, Rows
 
 _CLOSE = 1e-4
-"""A document's logits in a row and alone: the same sums in fp32, over other numbers of masked terms; of the largest."""
+"""Tolerance between a document's logits in a row and alone, as a part of the largest. These are the same sums in fp32,
+over other numbers of masked terms."""
 
 _FEW_WORDS, _FEW_LAYERS = 64, 2
 
 
 def into_rows(documents: Sequence[tuple[list[int], list[int]]], length: int, padding: int) -> Rows:
-    """Rows of whole documents (tokens, labels), none longer than ``length``.
+    """Return rows of whole documents (tokens, labels), none longer than ``length``.
 
-    The longest first, each into the fullest row in which it fits (best fit decreasing); equal ones in their order. Of a
-    document of one token nothing is learnt: it is left out.
+    The longest come first, each into the fullest row that has room for it (best fit decreasing); equal ones keep their
+    order. Documents of one token are left out, because nothing in them is learnt.
     """
     order = sorted((number for number, (ids, _) in enumerate(documents) if len(ids) > 1),
                    key=lambda number: -len(documents[number][0]))  # fmt: skip
     rows: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (what is left, row), sorted
+    room: list[tuple[int, int]] = []  # (free tokens, row), sorted
     for number in order:
         size = len(documents[number][0])
         place = bisect.bisect_left(room, (size, -1))
@@ -61,10 +62,10 @@ def into_rows(documents: Sequence[tuple[list[int], list[int]]], length: int, pad
 
 @torch.no_grad()
 def leaks(model: Any) -> str:
-    """Why ``model`` does not keep documents of one row apart; "" if it does ([Note: Documents apart]).
+    """Return why ``model`` mixes the documents of a row; "" if it keeps them separate.
 
-    Other words in the first document may not change one bit of the second one's logits, and these are what the model
-    says of that document alone. Needs the whole model on this rank; changes nothing.
+    Other words in the first document may not change one bit of the second one's logits, and these must be close to the
+    model's logits for that document alone. Needs the whole model on this rank; changes nothing.
     """
     was_training, words = model.training, model.get_input_embeddings().weight.shape[0]
     first, second = (torch.arange(start, start + count).unsqueeze(0) % words for start, count in ((1, 5), (3, 6)))
@@ -86,8 +87,11 @@ def leaks(model: Any) -> str:
 
 
 def small(config: Any) -> Any:
-    """A model as ``config`` says, with random weights, of a few words and as few layers as have all kinds of layers
-    that the whole one has: on it ``leaks`` finds what it would find on that. torch's random state is not changed."""
+    """Return a model of ``config`` with random weights, few words and few layers, for ``leaks``.
+
+    It has as few layers as contain all kinds of layers of the whole model, so ``leaks`` gives the same result for both.
+    torch's random state is restored.
+    """
     from transformers import AutoModelForCausalLM
 
     def cut(layers: int) -> Any:

@@ -1,7 +1,7 @@
-"""`shardengine plan`: what a run will need, before there is a GPU or a weight. Must not know: how bytes are counted.
+"""`shardengine plan`: the needs of a run, before there is a GPU or a weight. Must not know: how bytes are counted.
 
-Owns: the model of the command line, how a plan and a choice are printed, drawn and written, the plan that a training
-makes of itself.
+Owns: the model of the command line, the printed, drawn and written forms of a plan and a choice, the plan that a
+training makes of itself.
 
 Exit codes: 0 it fits · 1 it does not · 2 wrong usage or config.
 """
@@ -57,7 +57,7 @@ from shardengine.planner import (
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the plan, or with --choose the configs that fit; the exit code."""
+    """Print the plan, or with --choose the configs that fit; return the exit code."""
     require("transformers", extra="hf", what="plan --model")
     if options.lora is not None:
         require_lora(options.lora)
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
     model = lambda: model_of(options.model, options.lora, base, script=options.script)  # noqa: E731
     if options.choose or options.write is not None:
         return _choose(options, hardware, model)
-    logging.getLogger("shardengine").setLevel(logging.ERROR)  # of a run that is none
+    logging.getLogger("shardengine").setLevel(logging.ERROR)  # no run starts: drop its messages
     found = _planned(options, model)
     if options.plot is not None:
         draw(found, Path(options.plot), options.model)
@@ -95,7 +95,7 @@ def _hardware(options: argparse.Namespace) -> Hardware:
 
 
 def _in_slices(options: argparse.Namespace) -> bool:
-    """Whether each rank reads its part of the weights alone. A base is packed whole."""
+    """Whether each rank reads only its part of the weights. A base of 4 bits is packed whole."""
     return not (options.script or adapters.packs_base(options.lora))
 
 
@@ -111,7 +111,7 @@ def _check_plot(path: Path) -> None:
 
 
 def _choose(options: argparse.Namespace, hardware: Hardware, model: Callable[[], Any]) -> int:
-    """Print what fits and write the best of it; the exit code."""
+    """Print the configs that fit and write the best one; return the exit code."""
     if options.micro_batch is not None:
         raise UsageError(
             f"--micro-batch {options.micro_batch} with --choose: expected one of the two, because --choose tries "
@@ -134,14 +134,14 @@ def _choose(options: argparse.Namespace, hardware: Hardware, model: Callable[[],
 
 
 def _without_remarks(tree: Any) -> Any:
-    """A config without the remarks of the file that it began with, which may be about another model."""
+    """Remove the remarks of the file that the config began with, because they may be about another model."""
     if not isinstance(tree, Mapping):
         return tree
     return {key: _without_remarks(value) for key, value in tree.items() if not is_comment(key)}
 
 
 def text_of_choice(found: Choice) -> str:
-    """For people: the best that fit and the plan of the first, or what would be needed."""
+    """Return, for people, the best rows and the first one's plan, or the changes that would fit."""
     tried = f"({found.tried} plans in {found.seconds:.1f} s)"
     if found.plan is None:
         return "\n".join([*found.needed, tried])
@@ -152,9 +152,11 @@ def text_of_choice(found: Choice) -> str:
 
 
 def model_of(place: str, lora: str | None, base: Mapping[str, Any], *, script: bool = False) -> Any:
-    """Of a folder, a config.json or a name on the Hub, without weights. As ``train`` loads it: in fp32, which the
-    engine makes bf16 or fp16 where its config says so; packed, where ``lora`` says so, for the precision of the config
-    ``base``. script: as ``from_pretrained`` does, in its files' dtype."""
+    """Return the model of a folder, a config.json or a name on the Hub, without weights, as ``train`` loads it.
+
+    It is in fp32, and the engine converts it to bf16 or fp16 if its config says so. If ``lora`` asks for 4 bits, it is
+    packed for the precision of the config ``base``. script: as ``from_pretrained`` loads it, in its files' dtype.
+    """
     import transformers
 
     path = Path(place)
@@ -197,7 +199,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def text_of(found: Plan) -> str:
-    """For people."""
+    """Return the plan for people."""
     config, zero = found.config, found.config.zero_optimization
     what, left = " × ".join(map(str, found.shape)), found.hardware.reserved_bytes
     reserved = f"; {show_bytes(left)} of each GPU are left to CUDA and NCCL" if left else ""
@@ -226,21 +228,23 @@ def _count(number: int) -> str:
 
 
 class RunPlan:
-    """A training's plan, on rank 0, and what one of its steps took; elsewhere nothing. found: a text where there is
-    none, which says why; None: it was not wished, or this is another rank."""
+    """The plan of a training and the memory that one of its steps took, on rank 0; empty on other ranks.
+
+    found: a text is the reason that there is no plan; None: no plan was asked for, or this is another rank.
+    """
 
     def __init__(self, found: Plan | str | None) -> None:
         self._found, self._step, self._taken = found, 0, Taken()
 
     @property
     def line(self) -> str:
-        """For the header; "" where no plan was wished."""
+        """The line for the header; "" if no plan was asked for."""
         return "" if self._found is None else line_of(self._found)
 
     def watching(self, engine: Engine, last: int) -> Callable[[int], AbstractContextManager[object]]:
-        """Of a step's number, what goes on around it: one step, when buffers have their sizes, is counted on a CPU.
+        """Return a function from a step's number to its context manager: on a CPU, one step is counted.
 
-        last: number of the last step.
+        That is the first step with settled buffers, or the last one if it comes earlier. last: number of the last step.
         """
         self._step = min(engine.global_steps + SETTLED_STEPS, last)
         counts = isinstance(self._found, Plan) and engine.device.type == "cpu"
@@ -252,7 +256,7 @@ class RunPlan:
             yield
 
     def measured(self, engine: Engine) -> tuple[str, str]:
-        """What was planned and measured, and which part of it was more; "" where there is nothing to say."""
+        """Return a sentence with planned and measured bytes, and one on an excess; "" for each that does not apply."""
         if not isinstance(self._found, Plan):
             return "", ""
         compared = compare(self._found, taken_by(engine, self._taken))
@@ -261,7 +265,7 @@ class RunPlan:
 
 
 def of_run(settings: Settings, config: Config, model: Any, blocks: Blocks, rank_sums: RankSums) -> RunPlan:
-    """The plan of the run that is about to begin: its model, its first micro-batch, this machine. Rank 0 makes it."""
+    """Plan the run that is about to begin: its model, its first micro-batch, this machine. Rank 0 makes the plan."""
     if not settings.plan or rank_sums.rank:
         return RunPlan(None)
     mesh = rank_sums.mesh
@@ -270,7 +274,7 @@ def of_run(settings: Settings, config: Config, model: Any, blocks: Blocks, rank_
 
 
 def decided(settings: Settings, config: Config, model: Any, blocks: Blocks, mesh: Mesh) -> Config:
-    """``config``, with what a plan says where the run's file says "auto"; collective."""
+    """Return ``config`` with planned values in place of "auto"; collective."""
     asked = _question(settings, config, model, blocks)
     return config if asked is None else settings.read_config(mesh.ranks, automatic.decide(asked, mesh))
 
@@ -278,7 +282,7 @@ def decided(settings: Settings, config: Config, model: Any, blocks: Blocks, mesh
 def decided_alone(
     where: Hardware, settings: Settings, config: Config, model: Any, blocks: Blocks
 ) -> tuple[Config, Sequence[str]]:
-    """As ``decided``, by this process alone, for ranks that are not there; and sentences on what was decided."""
+    """Decide as ``decided`` in this process alone, for ranks that do not exist; return the reasons as well."""
     asked = _question(settings, config, model, blocks)
     if asked is None:
         return config, []
@@ -287,7 +291,7 @@ def decided_alone(
 
 
 def _question(settings: Settings, config: Config, model: Any, blocks: Blocks) -> Question | None:
-    """None: nothing is to be decided."""
+    """Return the open question of the run's config; None if nothing is to be decided."""
     if settings.resume is not None:
         return None
     batch = lambda: first_batch(config, blocks, 1)  # noqa: E731
@@ -298,13 +302,16 @@ def _question(settings: Settings, config: Config, model: Any, blocks: Blocks) ->
 
 
 def first_batch(config: Config, blocks: Blocks, ranks: int) -> dict[str, Any]:
-    """As the loop gives it to the engine."""
+    """Return the first micro-batch as the loop passes it to the engine."""
     micro_batch = config.train_micro_batch_size_per_gpu or 1
     return {**next(training_batches(blocks.training, micro_batch, 0, ranks, config.seed)), "use_cache": False}
 
 
 def time_of(found: Plan) -> list[str]:
-    """Lines: a step, and of each part how long it goes on, how much of that the computation waits, and its limit."""
+    """Return lines for people: the time of a step and of its parts.
+
+    Of each part: the busy time, the time that the computation waits for it, and its limit.
+    """
     if (times := found.time) is None:
         return []
     micros = found.config.gradient_accumulation_steps or 1
@@ -330,7 +337,7 @@ def _show_seconds(seconds: float) -> str:
 
 
 def draw(found: Plan, path: Path, title: str) -> None:
-    """What is alive on the device over initialize and a step, by kind; the phases, and the block with the peak."""
+    """Draw the bytes on the device over initialize and a step, by kind, with the phases and the block of the peak."""
     from matplotlib.figure import Figure
 
     moments = found.timeline
@@ -356,7 +363,10 @@ def draw(found: Plan, path: Path, title: str) -> None:
 
 
 def _places(moments: Sequence[Moment]) -> list[int]:
-    """Of each its place on an axis: blocks that are no moments, since they lie between others, have theirs."""
+    """Return the position of each moment on the axis.
+
+    Blocks without a moment, which lie between others, take up space.
+    """
     found = [0]
     for before, after in pairwise(moments):
         numbers = [each.unit.rpartition(".")[2].rpartition(" ")[2] for each in (before, after)]

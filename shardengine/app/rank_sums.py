@@ -1,6 +1,6 @@
-"""Small numbers over all ranks, for the training loop. Owns: a few floats of all ranks and the last barrier.
+"""Small numbers over all ranks, for the training loop. Owns: exchanging a few floats, and the last barrier.
 
-Must not know: the engine, the model. The engine moves weights and gradients itself; a loop only needs to average a loss
+Must not know: the engine, the model. The engine moves weights and gradients itself. A loop only needs to average a loss
 and to agree with the other ranks on when to stop.
 """
 
@@ -28,24 +28,24 @@ class RankSums:
         return self.mesh.rank
 
     def from_first(self, text: str) -> str:
-        """Rank 0's ``text``."""
+        """Return rank 0's ``text``."""
         return self.from_all(text)[0]
 
     def from_all(self, text: str) -> list[str]:
-        """Every rank's ``text``, in rank order."""
+        """Return every rank's ``text``, in rank order."""
         return [str(each) for each in self._collectives.exchange_objects(text, "texts")]
 
     def on_first(self, what: str, action: Callable[[], object]) -> None:
-        """Rank 0 does ``action``; where it fails, all ranks raise."""
+        """Run ``action`` on rank 0. If it fails, all ranks raise."""
         agreement.run_on_all_ranks(self._collectives, what, lambda: action() if self.rank == 0 else None)
 
     def sums(self, values: Sequence[float]) -> list[float]:
-        """Element-wise sum over the ranks, in float64, in rank order: the same bits everywhere."""
+        """Return the element-wise sum over the ranks, in float64, in rank order: the same bits everywhere."""
         total: list[float] = self._rows(values).sum(dim=0).tolist()
         return total
 
     def each(self, values: Sequence[float]) -> list[list[float]]:
-        """Every rank's ``values``, in rank order; equally many on each."""
+        """Return every rank's ``values``, in rank order. All ranks must pass equally many."""
         rows: list[list[float]] = self._rows(values).tolist()
         return rows
 
@@ -54,7 +54,7 @@ class RankSums:
         return self._collectives.exchange(mine.view(torch.uint8), "sums").contiguous().view(torch.float64)
 
     def finish(self, *, destroy: bool) -> None:
-        """The last barrier and, if the group is this program's own, its end (gloo may abort at exit without)."""
+        """Run the last barrier. If ``destroy``, also destroy the process group: without this gloo may abort at exit."""
         self._collectives.barrier()
         if destroy and dist.is_initialized():
             await_the_others(self.mesh)

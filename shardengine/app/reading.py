@@ -1,10 +1,11 @@
-"""Files to rows of tokens. Owns: the validation share, what becomes of a text, documents, examples and conversations.
+"""Reads files into rows of tokens.
 
-Must not know: the engine, the model, who reads which row when.
+Owns: the validation share, and how texts, documents, examples and conversations become rows. Must not know: the engine,
+the model, who reads which row when.
 
 Text is cut into full rows; so are documents, one after another with the end-of-text token between them ("joined").
-Examples and conversations are a row each, padded ("none"). Documents, examples and conversations may also share rows,
-each apart from the others ("apart", see packing); a document that is longer than a row is then cut into several.
+Examples and conversations take a row each, padded ("none"). Documents, examples and conversations may also share rows
+without attending to each other ("apart", see packing). A document longer than a row is then cut into several.
 """
 
 from __future__ import annotations
@@ -26,14 +27,16 @@ _VALIDATION, _TRAINING = "--eval", "--data"
 _DOCUMENTS, _CONVERSATIONS = ("text",), ("messages",)
 
 Example = tuple[list[int], list[int]]
-"""(tokens, labels), as many of each."""
+"""(tokens, labels), equally many of each."""
 ReadChat = Callable[[jsonl.Row, str], Example]
 
 
 @dataclass(frozen=True)
 class How:
-    """packing: None: as the form of the data has it · too_long: what becomes of examples longer than a row ·
-    held_out: a file of its own to validate on; None: the last part of the data.
+    """The treatment of the data.
+
+    packing: None: by the form of the data · too_long: the treatment of examples longer than a row · held_out: a file of
+    its own for validation; None: the last part of the data.
     """
 
     packing: str | None = None
@@ -43,7 +46,7 @@ class How:
 
 @dataclass(frozen=True)
 class _Part:
-    """What is read of a file for one purpose: a text, or lines. whole: nothing may be left out of it."""
+    """The content of a file for one purpose: a text, or lines. whole: nothing of it may be left out."""
 
     option: str
     path: str
@@ -77,10 +80,10 @@ def load_blocks(
     chat: ReadChat | None = None,
     how: How = How(),
 ) -> Blocks:
-    """Read, split and tokenize ``data``; JSON lines where its suffix says so (see jsonl), else text.
+    """Read, split and tokenize ``data``: JSON lines if it has their suffix (see jsonl), otherwise text.
 
-    end: the end-of-text token, after every document and completion · begin: tokens before every prompt · chat: writes a
-    conversation. UsageError if there is too little for both parts, or an example cannot be used.
+    end: the end-of-text token, after every document and completion · begin: tokens before every prompt · chat: encodes
+    a conversation. UsageError if there is too little for both parts, or an example cannot be used.
     """
     maker = _Maker(encode, length, end, begin, chat)
     content = _content(data, _TRAINING)
@@ -97,7 +100,7 @@ def load_blocks(
 
 
 def pack(tokens: list[int], length: int) -> Tensor:
-    """Cut a stream of tokens into int64 [blocks, length]; what does not fill the last block is left out."""
+    """Cut a stream of tokens into int64 [blocks, length]; tokens that do not fill the last block are left out."""
     count = len(tokens) // length
     return torch.tensor(tokens[: count * length], dtype=torch.int64).view(count, length)
 
@@ -109,7 +112,7 @@ def _content(path: str, option: str) -> str | list[jsonl.Row]:
 
 
 def _split(data: str, content: str | list[jsonl.Row]) -> list[_Part]:
-    """The training part and the validation part of one file."""
+    """Return the training part and the validation part of one file."""
     names = ("training", "validation")
     if isinstance(content, str):
         texts = corpus.split(content)
@@ -129,14 +132,14 @@ def _split(data: str, content: str | list[jsonl.Row]) -> list[_Part]:
 
 
 def _suits(part: _Part, packing: str | None) -> bool:
-    """Whether what was asked for the training data can be done with ``part`` as well."""
+    """Whether the packing of the training data is possible with ``part`` as well."""
     if packing == JOINED:
         return part.form in ((), _DOCUMENTS)
     return packing is None or part.form != ()
 
 
 class _Maker:
-    """Rows of one tokenizer and length."""
+    """Makes rows with one tokenizer and length."""
 
     def __init__(
         self,
@@ -149,7 +152,7 @@ class _Maker:
         self._encode, self._length, self._end, self._begin, self._chat = encode, length, end, begin, chat
 
     def rows(self, part: _Part, packing_asked: str | None, too_long: str) -> _Made:
-        """The rows of a part."""
+        """Return the rows of a part."""
         documents = part.form in ((), _DOCUMENTS)
         chosen = packing_asked or (JOINED if documents else NONE)
         if not _suits(part, chosen):
@@ -180,7 +183,7 @@ class _Maker:
         return part.content
 
     def _joined(self, part: _Part) -> Rows:
-        """Full rows of text; of a file that is evaluated the rest, too, padded."""
+        """Return full rows of text; a file for validation keeps its rest, padded."""
         if isinstance(part.content, str):
             stream = self._encode(part.content)
         else:
@@ -197,9 +200,11 @@ class _Maker:
         return Rows(blocks, blocks)
 
     def _example(self, part: _Part, row: jsonl.Row) -> Example:
-        """(tokens, labels) of a line, not yet cut to ``length``; the labels of what is not learnt are IGNORED.
+        """Return (tokens, labels) of a line, not yet cut to ``length``.
 
-        Prompt and completion are tokenized apart, so that no token holds a piece of both and generation sees the same
+        Labels of tokens that are not learnt are IGNORED.
+
+        Prompt and completion are tokenized separately, so no token holds a piece of both and generation sees the same
         prompt.
         """
         if row.messages is not None:
@@ -213,7 +218,7 @@ class _Maker:
     def _fit(
         self, part: _Part, examples: Sequence[tuple[Example, int]], too_long: str
     ) -> tuple[list[Example], int, int]:
-        """(examples of at most ``length`` tokens, how many lost their end, how many were left out)."""
+        """Return (examples of at most ``length`` tokens, how many lost their end, how many were left out)."""
         kept, long, length = [], 0, self._length
         for (ids, labels), line in examples:
             long += len(ids) > length
@@ -237,7 +242,7 @@ class _Maker:
 
 
 def _pad(examples: Sequence[Example], length: int, padding: int) -> Rows:
-    """A row each, padded at the end; padding is neither attended to nor learnt."""
+    """Return a row for each example, padded at the end. Padding is neither attended to nor learnt."""
     ids = torch.full((len(examples), length), padding)
     labels = torch.full((len(examples), length), IGNORED)
     mask = torch.zeros((len(examples), length), dtype=torch.int64)

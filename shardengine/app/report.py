@@ -1,7 +1,7 @@
-"""What rank 0 prints and writes. Owns: header, progress, metrics.jsonl, loss.png, shardengine.json, summary, sample.
+"""Rank 0's output. Owns: header, progress, metrics.jsonl, loss.png, shardengine.json, summary, sample.
 
-Must not know: how training works. Other ranks hold a report that is not enabled and does nothing; asking the engine for
-its (local) numbers is fine here, a collective call is not.
+Must not know: how training works. Other ranks hold a report that is not enabled and does nothing. So a report may ask
+the engine for its local numbers, but must not make collective calls.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from shardengine.sharding import inner
 
 @dataclass
 class Progress:
-    """What the loop knows after a step. ``loss``: mean over the global batch's valid tokens; ``tokens``: its size.
+    """The loop's facts after a step. ``loss``: mean over the global batch's valid tokens; ``tokens``: its size.
 
-    ``waited``: the part of ``seconds`` for which this rank stood still for communication.
+    ``waited``: the part of ``seconds`` that this rank stood still for communication.
     """
 
     step: int = 0
@@ -59,9 +59,9 @@ class Report:
         self._bar: Any = None
 
     def header(self, engine: Engine, blocks: Blocks, notices: Iterable[str], plan: str) -> None:
-        """Say what is going to happen; write the resolved config, or take up a resumed run's metrics.
+        """Print the facts of the run; write the resolved config, or continue a resumed run's metrics.
 
-        notices: of the config, as it was read · plan: of the run's memory, "" where none was wished.
+        notices: of the config, as it was read · plan: of the run's memory; "" if none was asked for.
         """
         if not self._enabled:
             return
@@ -130,7 +130,7 @@ class Report:
             print("note: there will be no loss.png: pip install 'shardengine[plot]'")
 
     def step(self, engine: Engine, progress: Progress) -> None:
-        """One optimizer step."""
+        """Record one optimizer step."""
         if not self._enabled:
             return
         tokens = progress.tokens
@@ -175,13 +175,15 @@ class Report:
             print(f"step {progress.step:>5}/{self._steps}  {text}  eta {left}", flush=True)
 
     def _seconds_per_step(self) -> float:
-        """With validations and checkpoints between steps, and without the start. The first step, which is slower than
-        others, counts only while there is no other."""
+        """Return the seconds per step, with the validations and checkpoints between steps, without the start.
+
+        The first step is slower than others, so it counts only while there is no other.
+        """
         later = self._made - 1
         return (time.monotonic() - self._first_ended) / later if later else self._seconds
 
     def validation(self, step: int, loss: float) -> None:
-        """The validation loss after ``step`` steps."""
+        """Record the validation loss after ``step`` steps."""
         if not self._enabled:
             return
         self._validations.append((step, loss))
@@ -189,7 +191,7 @@ class Report:
         self._say(f"step {step:>5}/{self._steps}  validation loss {loss:.3f}")
 
     def saved(self, tokenizer: Any) -> None:
-        """The model is in ``model/``: put its tokenizer beside it and draw the losses."""
+        """Put the tokenizer beside the model in ``model/``, and draw the losses."""
         if not self._enabled:
             return
         tokenizer.save_pretrained(self._settings.output / "model")
@@ -197,8 +199,10 @@ class Report:
             self._draw()
 
     def summary(self, engine: Engine, progress: Progress, planned: str, exceeded: str) -> None:
-        """What came out, measured beside predicted. planned: memory beside the plan · exceeded: what was more than in
-        it; "" for nothing to say."""
+        """Print the results, measured beside predicted.
+
+        planned: memory beside the plan; "" without a plan · exceeded: a note on the excess; "" if there is none.
+        """
         if not self._enabled:
             return
         if self._bar is not None:
@@ -237,7 +241,7 @@ class Report:
         sys.stdout.flush()
 
     def _speed(self, engine: Engine) -> str:
-        """Tokens, and the model's FLOPs per rank: on a GPU that is known, as a part of what its data sheet says."""
+        """Return tokens/s and the model's FLOP/s per rank; on a known GPU, also its share of the data sheet's peak."""
         tokens = self._tokens / self._seconds
         per_rank = tokens * self._flops_per_token / engine.world_size
         name = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else ""
@@ -246,7 +250,7 @@ class Report:
         return f"{tokens:,.0f} tokens/s over all ranks, {per_rank / 1e12:.3g} TFLOP/s of the model per rank{used}"
 
     def sample(self, tokenizer: Any, prompt: torch.Tensor, new: torch.Tensor) -> None:
-        """Generated text after its prompt; both are token ids [tokens]."""
+        """Print generated text after its prompt; both are token ids [tokens]."""
         if self._enabled:
             print(
                 f"\nsample after the prompt {tokenizer.decode(prompt)!r}:\n{tokenizer.decode(new).rstrip()}", flush=True
@@ -263,7 +267,10 @@ class Report:
             file.write(json.dumps(values) + "\n")
 
     def _continue(self, step: int) -> None:
-        """Keep the rows of metrics.jsonl up to ``step``; what came later, or was cut off by a kill, is made anew."""
+        """Keep the rows of metrics.jsonl up to ``step``.
+
+        The run writes later rows again, and a row that a kill cut off.
+        """
         path = self._settings.output / "metrics.jsonl"
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
         kept = []
@@ -278,7 +285,7 @@ class Report:
             for name, points in (("loss", self._losses), ("validation_loss", self._validations)):
                 if name in row:
                     points.append((row["step"], row[name]))
-        write_text(path, "".join(kept))  # whole or not at all: the run may be killed at any moment
+        write_text(path, "".join(kept))  # atomic: the run may be killed at any moment
 
     def _draw(self) -> None:
         from matplotlib.figure import Figure
@@ -293,7 +300,7 @@ class Report:
 
 
 def _stage(engine: Engine) -> str:
-    """Its record's name, with the shard groups where there are several."""
+    """Return the name of the stage's record, with the shard groups if there are several."""
     size = int(engine.memory()["shard_group_ranks"])
     replicas = engine.world_size // size
     name = stages.select(engine.config, replicas).name
@@ -301,14 +308,14 @@ def _stage(engine: Engine) -> str:
 
 
 def _by_tier(memory: Mapping[str, float], kind: str) -> str:
-    """Bytes of model state, "measured" or "predicted": on the device, and what rests elsewhere."""
+    """Return the bytes of model state, "measured" or "predicted": on the device, in host memory and on disk."""
     text = show_bytes(memory[f"{kind}_model_state_bytes"])
     elsewhere = {"in host memory": memory[f"{kind}_host_bytes"], "on disk": memory[f"{kind}_disk_bytes"]}
     return text + "".join(f" + {show_bytes(count)} {where}" for where, count in elsewhere.items() if count)
 
 
 def _units(memory: Mapping[str, float]) -> str:
-    """What is gathered as one, and how much of the weights is whole at one moment."""
+    """Return the sizes of the units that are gathered as one, and the most weight bytes that are whole at once."""
     smallest, largest = show_bytes(memory["smallest_unit_bytes"]), show_bytes(memory["largest_unit_bytes"])
     sizes = largest if smallest == largest else f"{smallest} to {largest}"
     return (
@@ -318,7 +325,7 @@ def _units(memory: Mapping[str, float]) -> str:
 
 
 def slow_on_a_cpu(engine: Engine) -> list[str]:
-    """A note for each 16-bit dtype of the weights that this CPU computes in software."""
+    """Return a note for each 16-bit dtype of the weights that this CPU computes in software."""
     if engine.device.type != "cpu":
         return []
     ops, built = torch.ops.mkldnn, torch.backends.mkldnn.is_available()
@@ -339,7 +346,7 @@ _SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def _dtypes(engine: Engine) -> str:
-    """``weights bf16, fp32 master, gradients sent as bf16, loss scale 65536 (dynamic)``."""
+    """Return, for example, ``weights bf16, fp32 master, gradients sent as bf16, loss scale 65536 (dynamic)``."""
     trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
     names = sorted({_SHORT.get(parameter.dtype, str(parameter.dtype)) for parameter in trained})
     bf16, fixed = engine.config.bf16, engine.config.fp16.loss_scale
@@ -370,7 +377,7 @@ def _model(settings: Settings, seed: int) -> str:
 
 
 def _adapters(engine: Engine) -> dict[str, str]:
-    """What is trained of the model where it is not all of it."""
+    """Return a row on the trained part of the model, if it has adapters."""
     if not adapters.has_adapters(engine.module):
         return {}
     trained = sum(parameter.numel() for parameter in engine.module.parameters() if parameter.requires_grad)
@@ -387,7 +394,7 @@ def _of(held_out: str | None) -> str:
 
 
 def _peak_name(engine: Engine) -> str:
-    """The plan counts what the engine and the model hold; a process on a CPU has more."""
+    """Return the name of the peak: a plan counts a GPU's tensors, but a CPU's process holds more than a plan counts."""
     return "GPU peak" if engine.device.type == "cuda" else "process"
 
 
@@ -396,14 +403,14 @@ def _peak_note(engine: Engine) -> str:
 
 
 def peak_bytes(engine: Engine) -> int:
-    """Peak memory of this rank: allocated on its GPU, or the process's resident memory."""
+    """Return the peak memory of this rank: allocated on its GPU, or the process's resident memory."""
     if engine.device.type == "cuda":
         return torch.cuda.max_memory_allocated(engine.device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def duration(seconds: float) -> str:
-    """``1:52`` or ``2:01:30``."""
+    """Format as ``1:52`` or ``2:01:30``."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,7 +1,7 @@
-"""Ranks that died are started again by the command's own parent. Owns: how often, and what is said.
+"""The command's own parent restarts ranks that died. Owns: how often, and the line to print.
 
-Must not know: how ranks are started, the loop. torchrun's own --max-restarts repeats a wrong config, and a failure that
-comes again and again, as well. So every attempt is a torchrun of its own, and how it ended is looked at first.
+Must not know: how ranks are started, the loop. torchrun's own --max-restarts would also repeat a wrong config, or a
+failure that recurs each time. So every attempt is a torchrun of its own, and the next one depends on how it ended.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from shardengine.app import resume, stopping
 from shardengine.comm import RankFailure
 
 _USAGE_CODE = 2
-"""What a rank ends with that found the user's input wrong before it could say so."""
+"""The exit code of a rank that found an error in the user's input before it could report it."""
 
 
 def death(control: Path, codes: Mapping[int, int]) -> RankFailure:
-    """Who died first. codes: the exit codes of the ranks that did not end with 0."""
+    """Return the first death. codes: the exit codes of the ranks that did not end with 0."""
     said = stopping.failures(control)
     killed = [
         RankFailure(rank, code) for rank, code in codes.items() if code < 0 and code != -signal.SIGTERM
-    ]  # by SIGTERM: torchrun has ended it
+    ]  # SIGTERM is torchrun's own
     first = RankFailure.first([*said, *killed])
     if first is not None:
         return first
@@ -33,25 +33,26 @@ def death(control: Path, codes: Mapping[int, int]) -> RankFailure:
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether the ranks are started again, and the line to print of it ("" for none)."""
+    """Whether the ranks are restarted, and the line to print about it ("" for none)."""
 
     again: bool
     line: str = ""
 
 
 class Restarts:
-    """Decides after each death whether the ranks are started again."""
+    """Decides after each death whether the ranks are restarted."""
 
     def __init__(self, allowed: int, output: Path) -> None:
-        """allowed: how often at most."""
+        """allowed: restarts at most."""
         self._allowed, self._output = allowed, output
         self._made = 0
         self._found: tuple[str, int] | None = None  # the last checkpoint at the last restart
 
     def again(self, dead: RankFailure) -> Decision:
-        """Whether there is another attempt, which is then counted.
+        """Decide whether there is another attempt, and count it if so.
 
-        Never after wrong input; not when ranks die for the second time in a row without a new checkpoint in between.
+        There is none after wrong input, or if ranks die for the second time in a row without a new checkpoint in
+        between.
         """
         if dead.is_usage or not self._allowed:
             return Decision(False)

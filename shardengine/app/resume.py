@@ -1,9 +1,9 @@
-"""Checkpoints of a run. Owns: what `--resume` takes from an earlier run and what it refuses, when one is saved, and
-that only one run writes into a directory.
+"""Checkpoints of a run.
 
-Must not know: the loop's inside, what the library writes into a checkpoint. A directory that can be continued holds
-``run.json`` (what the run was started with), ``shardengine.json`` (its whole config, as worked out for the ranks that
-made it last) and ``checkpoints/``.
+Owns: the settings that `--resume` takes over and those that it rejects, when a checkpoint is saved, and the lock that
+lets only one run write into a directory. Must not know: the inside of the loop, the content of the library's
+checkpoints. A directory that can be resumed holds ``run.json`` (the settings that the run was started with),
+``shardengine.json`` (its whole config, resolved for the ranks that wrote it last) and ``checkpoints/``.
 """
 
 from __future__ import annotations
@@ -45,14 +45,15 @@ from shardengine.interchange.stored import FOLDER, RUN
 
 LATEST, CONFIG = directory.LATEST, "shardengine.json"
 _PATIENCE_S = 60.0
-"""How long ranks wait for those in whose place they were started, which may still be ending."""
+"""Restarted ranks wait so long for the ranks that they replace, which may still be ending."""
 
 
 @dataclass(frozen=True)
 class Earlier:
-    """What a run was started with, from its ``run.json``. ``checkpoint``: a tag, or "latest". Paths are absolute.
+    """The settings that a run was started with, from its ``run.json``.
 
-    ranks: on how many it was made last; first_ranks: at first (0: the same) · job and what follows: see Settings.
+    ``checkpoint``: a tag, or "latest". Paths are absolute. ranks: at the last start; first_ranks: at the first one (0:
+    the same) · job and later fields: see Settings.
     """
 
     output: Path
@@ -74,7 +75,7 @@ class Earlier:
     too_long: str = TRUNCATE
 
     def __post_init__(self) -> None:
-        """TypeError, ValueError for what no run has written."""
+        """Raise TypeError or ValueError for values that no run has written."""
         for name in ("model", "data", "lora", "held_out"):
             value = getattr(self, name)
             if not isinstance(value, str) and (name == "data" or value is not None):
@@ -92,7 +93,7 @@ class Earlier:
         object.__setattr__(self, "job", tuple(self.job))  # JSON has lists
 
     def settings(self, options: argparse.Namespace) -> Settings:
-        """The settings of the run that goes on; UsageError that names every option that contradicts the earlier one."""
+        """Return the settings of the resumed run. UsageError names every option that contradicts the earlier run."""
         problems = []
         for name in ("length", "init", "lora", "packing", "too_long"):
             before, now = getattr(self, name), getattr(options, name)
@@ -139,8 +140,10 @@ class Earlier:
         )
 
     def _other_config(self, source: sources.Source, options: argparse.Namespace) -> list[str]:
-        """Every key of another config whose value is not the run's, both for the ranks that it began with; what it left
-        to a plan was decided when the run began."""
+        """Return every key of another config whose value is not the run's, both for the ranks that the run began with.
+
+        Values that the run left to a plan count as decided when it began.
+        """
         ranks, own = self.first_ranks or self.ranks, load_config(self.output / CONFIG)
         decided = {STAGE: own.zero_optimization.stage, MICRO: own.train_micro_batch_size_per_gpu or 1}
         auto = {name: decided[name] for name in undecided(source)}
@@ -161,9 +164,9 @@ class Earlier:
 
 
 def read(place: str) -> Earlier:
-    """The run in the directory ``place``, or the one that the checkpoint ``place`` (DIR/checkpoints/TAG) belongs to.
+    """Read the run in the directory ``place``, or the run of the checkpoint ``place`` (DIR/checkpoints/TAG).
 
-    Whether the checkpoint is there is for ``require`` to say: ranks that are started again go on from a later one.
+    It does not check that the checkpoint exists (``require`` does), because restarted ranks resume from a later one.
     """
     output, checkpoint = Path(place), LATEST
     if output.absolute().parent.name == FOLDER and not (output / RUN).exists():
@@ -180,7 +183,7 @@ def read(place: str) -> Earlier:
 
 
 def require(output: Path, checkpoint: str) -> None:
-    """UsageError unless the checkpoint of ``read`` is there; for "latest" any one, as ``load_checkpoint`` has it."""
+    """UsageError unless the checkpoint of ``read`` exists; for "latest", unless ``load_checkpoint`` finds any."""
     if checkpoint == LATEST:
         if not can_go_on(output):
             raise UsageError(
@@ -203,13 +206,13 @@ def written_by(output: Path, job: Sequence[str]) -> bool:
 
 
 def first_ranks(output: Path) -> int:
-    """How many ranks the run in ``output`` began with."""
+    """Return the number of ranks that the run in ``output`` began with."""
     earlier = read(str(output))
     return earlier.first_ranks or earlier.ranks
 
 
 def newest(output: Path) -> tuple[str, int] | None:
-    """(tag, when its directory was made) of the checkpoint with the most steps; None without one of this command."""
+    """Return (tag, mtime of its directory) of the checkpoint with the most steps; None if this command made none."""
     with suppress(OSError, ValueError):
         tag = max((tag for tag in _saved(output) if directory.step_of(tag) is not None), key=step_of)
         return tag, directory.place_of(output / FOLDER, tag).stat().st_mtime_ns
@@ -217,19 +220,19 @@ def newest(output: Path) -> tuple[str, int] | None:
 
 
 def step_of(tag: str) -> int:
-    """The number of steps in a tag of this command; 0 for another."""
+    """Return the number of steps in a tag of this command; 0 for any other tag."""
     return directory.step_of(tag) or 0
 
 
 def can_go_on(output: Path) -> bool:
-    """Whether there is a checkpoint in a run's directory, whatever ``latest`` says: ``load_checkpoint`` finds it."""
+    """Whether a run's directory has a checkpoint, whatever ``latest`` says: ``load_checkpoint`` finds it."""
     return bool(_saved(output))
 
 
 def drop_later(output: Path, loaded: str, steps: int) -> None:
-    """``loaded``, after so many steps, is the last one; this command's later ones go, with the metrics of their steps.
+    """Make ``loaded``, after ``steps`` steps, the last checkpoint: remove this command's later ones.
 
-    A checkpoint to which somebody gave a name stays.
+    A checkpoint with a name given by a user stays.
     """
     write_text(output / FOLDER / LATEST, f"{loaded}\n")
     for tag in _saved(output):
@@ -243,7 +246,7 @@ def _read_run(output: Path) -> dict[str, Any]:
 
 
 def arguments(settings: Settings) -> list[object]:
-    """The options that tell a rank where the run is written to and whether it goes on."""
+    """Return the options that give a rank the run's directory, and whether to resume."""
     changes = [part for change in settings.changes for part in ("--set", change)]
     if settings.resume is None:
         return ["--config", settings.config, "--output", settings.output, *changes]
@@ -252,24 +255,24 @@ def arguments(settings: Settings) -> list[object]:
 
 
 def hint(output: Path) -> str:
-    """The end of a sentence about a run that ended too early: how to go on, where that is possible."""
+    """Return the end of a sentence about a run that ended too early: how to resume it; "" if that is not possible."""
     return f"; continue from its last checkpoint with --resume {output}" if can_go_on(output) else ""
 
 
 class Checkpoints:
-    """Saves and restores one run; every call is collective. Without ``--save-every`` nothing is done."""
+    """Saves and restores one run; every call is collective. Without ``--save-every`` they do nothing."""
 
     def __init__(self, engine: Engine, settings: Settings, blocks: Blocks, rank_sums: RankSums) -> None:
-        """Nothing is read or written yet."""
+        """Read and write nothing yet."""
         self._engine, self._settings, self._rank_sums = engine, settings, rank_sums
         self._folder = settings.output / FOLDER
         self._lock: int | None = None  # rank 0's open file, locked until close() or the process's end
         self._facts = _facts(engine, settings, blocks) if settings.save_every else {}
 
     def begin(self) -> None:
-        """Take the directory; for a resumed run, bring the engine to the state of the checkpoint.
+        """Lock the directory; for a resumed run, load the checkpoint into the engine.
 
-        UsageError if another run writes there, if the checkpoint cannot be read or was made with other data.
+        UsageError if another run writes there, or if the checkpoint cannot be read or was made with other data.
         """
         if not self._settings.save_every:
             return
@@ -287,7 +290,7 @@ class Checkpoints:
             raise
 
     def after(self, progress: Progress) -> None:
-        """Save if a checkpoint is due after this step; the engine removes old ones, as the config says."""
+        """Save if a checkpoint is due after this step. The engine removes old ones, as the config says."""
         every, last = self._settings.save_every, progress.step == self._settings.steps
         if not every or not (progress.step % every == 0 or progress.stopped or last):
             return
@@ -295,16 +298,16 @@ class Checkpoints:
         self._engine.average_replicas()
         self._engine.save_checkpoint(self._folder, client_state=self._facts, frozen=not adapters_alone)
         if progress.stopped:
-            self._engine.wait_for_checkpoint()  # whoever asked may not wait for the model
+            self._engine.wait_for_checkpoint()  # the process may be killed before the model is saved
 
     def close(self) -> None:
-        """Other runs may write into the directory."""
+        """Release the directory for other runs."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def _load(self, tag: str | None) -> Checkpoint:
-        """Fill the engine; what was loaded, which is an older one where the newest is damaged."""
+        """Load a checkpoint into the engine and return it. If the newest is damaged, this is an older one."""
         where = f"--resume {self._settings.output}"
         try:
             checkpoint = self._engine.load_checkpoint(self._folder, tag)
@@ -351,7 +354,7 @@ class Checkpoints:
 
 
 def write_run(settings: Settings, ranks: int) -> None:
-    """Write what ``read`` reads."""
+    """Write the file that ``read`` reads."""
     facts: dict[str, Any] = {
         "model": None if settings.model is None else _absolute(settings.model),
         "data": settings.data if settings.data == BUILTIN else _absolute(settings.data),
@@ -373,7 +376,7 @@ def write_run(settings: Settings, ranks: int) -> None:
 
 
 def _facts(engine: Engine, settings: Settings, blocks: Blocks) -> dict[str, Any]:
-    """What decides which rows are read when, and the learning rates; part of every checkpoint."""
+    """Return the facts that decide which rows are read when, and the learning rates; part of every checkpoint."""
     digest = hashlib.sha256()
     for rows in (blocks.training, blocks.validation):
         for tensor in rows.tensors.values():
@@ -388,10 +391,10 @@ def _facts(engine: Engine, settings: Settings, blocks: Blocks) -> dict[str, Any]
 
 
 def _absolute(path: str) -> str:
-    """An existing path, wherever the next run is started; a name on the Hub as it is."""
+    """Return an existing path as absolute, so that it holds wherever the next run starts; any other text as it is."""
     return str(Path(path).resolve()) if Path(path).exists() else path
 
 
 def _saved(output: Path) -> list[str]:
-    """The tags of complete checkpoints, the one that was written first at the front."""
+    """Return the tags of complete checkpoints, the earliest first."""
     return directory.present(output / FOLDER)[::-1]

@@ -1,4 +1,4 @@
-"""The command `shardengine run`: a script of somebody else's, in this process, in which deepspeed is shardengine."""
+"""The command `shardengine run`: runs a user's script in this process, with shardengine in place of deepspeed."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _FOR_CHILDREN = Path(stand_in.__file__).parents[1] / "for_children"
 
 
 def prepare(*, children: bool) -> None:
-    """From now on deepspeed is shardengine in this process. children: and in Python processes that it starts.
+    """Replace deepspeed by shardengine in this process. children: also in Python processes that it starts.
 
-    UsageError where another deepspeed was imported before.
+    UsageError if another deepspeed was imported before.
     """
     stand_in.install()
     if os.environ.get("RANK", "0") == "0":
@@ -30,7 +30,7 @@ def prepare(*, children: bool) -> None:
 
 
 def find(name: str) -> str:
-    """The file ``name``, or the Python script that a shell would run for it; UsageError where there is neither."""
+    """Return the file ``name``, or the Python script that a shell would run for it. UsageError if there is neither."""
     if Path(name).is_file():
         return name
     found = shutil.which(name)

@@ -1,6 +1,6 @@
-"""The options of `shardengine train`, checked. Owns: defaults, paths that must exist or must not, optional packages.
+"""The options of `shardengine train`, checked. Owns: defaults, paths that must or must not exist, optional packages.
 
-Must not know: models, what ranks do. Nothing here is slow, so that a wrong path is reported at once.
+Must not know: models, the work of ranks. Nothing here is slow, so a wrong path is reported at once.
 """
 
 from __future__ import annotations
@@ -43,17 +43,18 @@ _OUTPUT_ROOT = Path("runs")
 
 @dataclass(frozen=True)
 class Settings:
-    """``model`` None is the small default model; ``data`` is a file or ``builtin:pydoc``; ``output`` exists.
+    """The settings of a run.
 
-    length: tokens per row of data, at most what the model takes · save_every: steps between checkpoints, 0 for none ·
-    planned_steps: what the built-in learning-rate schedule is made for; a resumed run keeps the earlier one's ·
-    resume: the checkpoint to go on from, "latest" or a tag; None is a new run · trace: where the Chrome trace goes ·
-    first_ranks: how many ranks the run began with, 0 in a new one · job: the names of the launch that makes the run ·
-    again: whether ranks of the same launch have been in ``output`` before these · init: where the first weights come
-    from · seed: in place of the config's · lora: adapters, see adapters.parse · held_out: a file to validate on, None:
-    the last part of the data · validate_every: steps between validations, 0: a tenth of all · packing, too_long: see
-    reading · plan: whether what the run needs is planned before it begins · changes: of the config, see sources ·
-    epochs: how often all rows are read; None: ``steps`` says how long the run is, which else is known with the data.
+    ``model`` None: the small default model · ``data``: a file or ``builtin:pydoc`` · ``output`` exists · length: tokens
+    per row of data, at most the model's positions · save_every: steps between checkpoints; 0: none · planned_steps: the
+    length of the built-in learning-rate schedule; a resumed run keeps the earlier one's · resume: the checkpoint to
+    resume from, "latest" or a tag; None: a new run · trace: the file for the Chrome trace · first_ranks: the number of
+    ranks that the run began with; 0 in a new one · job: the names of the launch that makes the run · again: whether
+    earlier ranks of the same launch used ``output`` · init: the source of the first weights · seed: replaces the
+    config's · lora: adapters, see adapters.parse · held_out: a file for validation; None: the last part of the data ·
+    validate_every: steps between validations; 0: a tenth of all · packing, too_long: see reading · plan: whether the
+    run is planned before it begins · changes: to the config, see sources · epochs: how often all rows are read;
+    ``steps`` is then derived once the data is read; None: ``steps`` is the length of the run.
     """
 
     config: Path
@@ -82,10 +83,11 @@ class Settings:
     epochs: float | None = None
 
     def read_config(self, ranks: int, auto: Mapping[str, int] | None = None) -> Config:
-        """The config for ``ranks`` ranks; a run that goes on, or begins again, keeps its global batch. One that begins
-        again, and leaves the micro-batch to a plan, has what the plan says for these ranks.
+        """Return the config for ``ranks`` ranks. A run that resumes or restarts keeps its global batch.
 
-        auto: what was decided where it says "auto"; None: nothing yet, provisional values stand there.
+        Exception: a restarted run that leaves the micro-batch to a plan uses the plan's values for these ranks.
+
+        auto: the values decided for "auto"; None: not decided yet, provisional values are used.
         """
         source = self.source
         if self.resume is not None:
@@ -97,16 +99,16 @@ class Settings:
 
     @property
     def duration(self) -> tuple[str, float]:
-        """The option that says how long the run is, and its value."""
+        """The option that sets the length of the run, and its value."""
         return ("--steps", self.steps) if self.epochs is None else ("--epochs", self.epochs)
 
     @property
     def source(self) -> sources.Source:
-        """The config as the file and the command line say it, or the file where they say nothing else."""
+        """The config of the file with the command line's changes; the file alone if there are none."""
         return sources.changed(self.config, self.changes)
 
     def with_steps(self, rows: int, samples: int) -> Settings:
-        """With as many steps of ``samples`` as ``epochs`` of ``rows`` rows have, the last one filled up."""
+        """Derive the steps, of ``samples`` each, from ``epochs`` of ``rows`` rows; the last step is filled up."""
         if self.epochs is None:
             return self
         steps = max(1, math.ceil(self.epochs * rows / samples))
@@ -114,7 +116,7 @@ class Settings:
 
 
 def default_model_cache() -> Path:
-    """Where the default model is kept between runs: $XDG_CACHE_HOME/shardengine, else ~/.cache/shardengine."""
+    """Return the directory of the default model: $XDG_CACHE_HOME/shardengine, otherwise ~/.cache/shardengine."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardengine"
 
 
@@ -126,10 +128,10 @@ def read_config(
     micro_batch: int | None = None,
     auto: Mapping[str, int] | None = None,
 ) -> Config:
-    """The config of a run on ``ranks`` ranks, complete: batch sizes worked out, an optimizer in it.
+    """Return the config of a run on ``ranks`` ranks, complete: with all batch sizes and an optimizer.
 
-    seed, micro_batch (samples of a rank, with as many micro-batches as the config says): None for the config's own ·
-    auto: as for ``load_config``.
+    seed, micro_batch (samples of a rank, with as many micro-batches as the config says): None: the config's own · auto:
+    as for ``load_config``.
     """
     config = load_config(source, auto)
     if micro_batch is not None:
@@ -139,17 +141,20 @@ def read_config(
 
 
 def read_base(source: sources.Source) -> dict[str, Any]:
-    """What a config says, checked, of which other configs are made: with a run's optimizer where it names none. It
-    need not say any batch size."""
+    """Return a config, checked, to derive others from.
+
+    It has a run's optimizer if it names none, and needs no batch size.
+    """
     tree = read_tree(source) if isinstance(source, Path) else dict(source)
     load_config({**tree, MICRO: 1} if global_batch(tree, 1) is None else source, provisional(source))
     return sources.with_optimizer(tree)
 
 
 def keep_batch(config: Config, ranks: int) -> Config:
-    """A config that was worked out for some number of ranks, for another one, complete.
+    """Adapt a config that was resolved for some number of ranks to another one.
 
-    Global batch and micro-batch stay, the accumulation follows. UsageError with the numbers of ranks for which it can.
+    Global batch and micro-batch stay; the accumulation follows. If that is impossible, UsageError lists the numbers of
+    ranks that are possible.
     """
     total, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
     if total and micro:
@@ -177,14 +182,17 @@ def _complete(config: Config) -> Config:
 
 
 def check_trace(path: Path) -> Path:
-    """``path`` without the working directory's help; UsageError unless a file can be written there."""
+    """Return ``path`` as absolute; UsageError unless a file can be written there."""
     if path.is_dir() or not path.resolve().parent.is_dir() or not os.access(path.resolve().parent, os.W_OK):
         raise UsageError(f"--trace {path}: expected the name of a file in a directory that is there and can be written")
     return path.resolve()
 
 
 def require(*packages: str, extra: str, what: str = "this") -> None:
-    """UsageError that names the extra to install if one of ``packages`` is missing. what: needs them."""
+    """UsageError, naming the extra to install, if one of ``packages`` is missing.
+
+    what: the option or command that needs them.
+    """
     missing = [package for package in packages if find_spec(package) is None]
     if missing:
         raise UsageError(
@@ -193,7 +201,7 @@ def require(*packages: str, extra: str, what: str = "this") -> None:
 
 
 def require_lora(text: str, option: str = "--lora") -> None:
-    """UsageError where ``--lora text`` cannot be read, or a package is missing that it needs."""
+    """UsageError if ``--lora text`` cannot be parsed, or if a package that it needs is missing."""
     packed = adapters.packs_base(text)
     require("peft", extra="lora", what=option)
     if packed:
@@ -201,7 +209,7 @@ def require_lora(text: str, option: str = "--lora") -> None:
 
 
 def check_data(data: str, option: str = "--data") -> None:
-    """UsageError unless ``data`` is the built-in corpus, a file of UTF-8 text or one of JSON lines without an error."""
+    """UsageError unless ``data`` is the built-in corpus, a Hub dataset, UTF-8 text or JSON lines, without errors."""
     if data == BUILTIN:
         return
     if data.startswith("builtin:"):
@@ -245,8 +253,8 @@ def check_model(model: str | None) -> None:
 def reserve_output(wanted: str | None, config: Path) -> Path:
     """Make the output directory, so that no other run can take it.
 
-    Asked for by name it must be new or empty. Otherwise it is the first free one of ``outputs``: a run never writes
-    into an earlier one's output.
+    A directory that the user names must be new or empty. Otherwise the first free one of ``outputs`` is taken: a run
+    never writes into an earlier one's output.
     """
     try:
         if wanted is not None:
@@ -272,7 +280,10 @@ def reserve_output(wanted: str | None, config: Path) -> Path:
 
 
 def outputs(wanted: str | None, config: Path) -> Iterator[Path]:
-    """Where a run may write: the directory asked for; else runs/<name of the config>, runs/<name>-2, -3, …, no end."""
+    """Yield the directories that a run may use.
+
+    ``wanted`` alone; by default runs/<name of the config>, then runs/<name>-2, -3, …, without end.
+    """
     if wanted is not None:
         yield Path(wanted)
         return

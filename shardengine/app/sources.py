@@ -1,4 +1,4 @@
-"""Where a run's config is from: a file, or the name of a shipped recipe, and what the command line changes in it.
+"""The source of a run's config: a file, or the name of a shipped recipe, and the command line's changes.
 
 Owns: names of recipes, --set, --lr and --log, the default optimizer, the folder of a run's monitors. Must not know:
 torch, the meaning of other keys. It is imported before torch, so a wrong key is reported at once.
@@ -36,7 +36,7 @@ Source = Path | ConfigTree
 
 
 def recipes() -> dict[str, Path]:
-    """Name → file of each config that is shipped: with the package, or at the top of a checkout."""
+    """Return name → file of each shipped config: in the package, or at the top of a checkout."""
     package = Path(shardengine.__file__).parent
     folders = (package / "configs", package.parent / "configs")
     folder = next((each for each in folders if (each / "demo.json").is_file()), folders[0])
@@ -44,10 +44,13 @@ def recipes() -> dict[str, Path]:
 
 
 def find(text: str) -> Path:
-    """The file that ``--config text`` names: a path, or a recipe without ``.json``. UsageError with their names."""
+    """Return the file that ``--config text`` names: a path, or a recipe without ``.json``.
+
+    UsageError lists the recipes.
+    """
     path = Path(text)
     if path.is_file() or path.suffix or len(path.parts) != 1:
-        return path  # whoever reads it says that it is not there
+        return path  # the reader reports a missing file
     known = recipes()
     if text not in known:
         raise UsageError(
@@ -57,18 +60,20 @@ def find(text: str) -> Path:
 
 
 def changes_of(given: Sequence[str] | None, lr: float | None) -> tuple[str, ...]:
-    """What ``--set`` and ``--lr`` change, each as KEY=VALUE."""
+    """Return the changes of ``--set`` and ``--lr``, each as KEY=VALUE."""
     return (*(given or ()), *(() if lr is None else (f"{LR}={lr!r}",)))
 
 
 MONITOR = "monitor."
-"""The keys that begin so change nothing of a training."""
+"""Keys with this prefix change nothing in a training."""
 
 
 def monitors(given: Sequence[str] | None) -> tuple[str, ...]:
-    """What ``--log`` changes, each as KEY=VALUE. given: names of monitors, or several with commas between them.
+    """Return the changes of ``--log``, each as KEY=VALUE.
 
-    UsageError for a name that is none.
+    given: names of monitors, or several with commas between them.
+
+    UsageError for an unknown name.
     """
     names = [name.strip() for text in given or () for name in text.split(",")]
     known = [each.name for each in fields(MonitorConfig)]
@@ -79,12 +84,12 @@ def monitors(given: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def in_folder(config: Config, folder: Path) -> Config:
-    """The config of a run, whose monitors of files write into the run's folder where it names no other."""
+    """Return the config of a run: monitors that write files use the run's folder unless they name another."""
     return _with_places(config, lambda place: place or str(folder))
 
 
 def out_of_folder(config: Config, folder: Path) -> Config:
-    """What ``in_folder`` was given: the folder of a run may be moved."""
+    """Undo ``in_folder``, because the folder of a run may be moved."""
     return _with_places(config, lambda place: None if place == str(folder) else place)
 
 
@@ -98,9 +103,9 @@ def _with_places(config: Config, changed: Callable[[str | None], str | None]) ->
 
 
 def changed(path: Path, changes: Sequence[str]) -> Source:
-    """The config in the file with ``changes`` in it; the path itself where there are none.
+    """Return the config of the file with ``changes`` applied; the path itself if there are none.
 
-    A value is JSON, or else a text. ConfigError for the file, UsageError for a change that cannot be made.
+    A value is JSON, otherwise a text. ConfigError for the file, UsageError for a change that cannot be made.
     """
     if not changes:
         return path
@@ -120,7 +125,7 @@ def changed(path: Path, changes: Sequence[str]) -> Source:
 
 
 def with_optimizer(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """What a file says, with a run's optimizer where it names none."""
+    """Return ``tree``, with a run's default optimizer if it names none."""
     own = {} if tree.get("optimizer") else {"optimizer": plain(asdict(DEFAULT_OPTIMIZER))}
     return {**tree, **own}
 
@@ -145,7 +150,7 @@ def _put(tree: dict[str, Any], names: Sequence[str], value: Any, change: str) ->
 
 
 def _as_written(tree: Mapping[str, Any], names: list[str]) -> list[str]:
-    """The key ``names`` by the name that the tree has of a section on its top level: its own or another one."""
+    """Return the key ``names`` under the name that the tree uses for its section: the section's own, or an alias."""
     for other, current in ALIASES.items():
         section = current.split(".")
         if names[: len(section)] == section and isinstance(tree.get(other), Mapping):
@@ -154,7 +159,7 @@ def _as_written(tree: Mapping[str, Any], names: list[str]) -> list[str]:
 
 
 def _check_rate(tree: Mapping[str, Any], value: str) -> None:
-    """UsageError where a scheduler puts its own rates in the place of the optimizer's."""
+    """UsageError if a scheduler replaces the optimizer's rate with its own."""
     scheduler = tree.get("scheduler")
     params = scheduler.get("params") if isinstance(scheduler, Mapping) else None
     if not isinstance(params, Mapping):

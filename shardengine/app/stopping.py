@@ -1,8 +1,8 @@
-"""Between the parent and its ranks. Owns: the request to stop, and the way of a failure home. Knows no training.
+"""Messages between the parent and its ranks. Owns: the request to stop, and the report of a failure.
 
-The parent makes a directory and hands its path down in an environment variable. A file ``stop`` in it asks every rank
-to end after the current step (the ranks agree on which one, see loop). A rank that fails leaves ``failure-<rank>.json``
-there (comm/rank_failure.py says which one is the cause).
+It does not depend on training. The parent makes a directory and passes its path in an environment variable. A file
+``stop`` in it asks every rank to end after the current step (the ranks agree on which one, see loop). A rank that fails
+leaves ``failure-<rank>.json`` there (comm/rank_failure.py finds the one that is the cause).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class StopRequest:
     """
 
     def __init__(self) -> None:
-        """Take over SIGINT and SIGTERM. A second request by signal ends the process at once."""
+        """Handle SIGINT and SIGTERM from now on. A second signal ends the process at once."""
         folder = os.environ.get(CONTROL)
         self._file = Path(folder) / "stop" if folder else None
         self._parent = os.getppid()
@@ -40,14 +40,14 @@ class StopRequest:
         return self.signalled or by_file or os.getppid() != self._parent
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.signalled:  # before: somebody does not want to wait
+        if self.signalled:  # a second signal: end at once
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self.signalled = True
 
 
 def report_failure(error: BaseException) -> None:
-    """Tell the parent why this rank failed; without a parent of ours, print it."""
+    """Report to the parent why this rank failed; print it if there is no parent of this command."""
     folder = os.environ.get(CONTROL)
     failure = RankFailure.of(int(os.environ.get("RANK", "0")), error)
     if folder is None:
@@ -60,12 +60,12 @@ def report_failure(error: BaseException) -> None:
 
 
 def forget_failures(folder: Path) -> None:
-    """Before ranks are started again."""
+    """Delete the reports, before ranks are restarted."""
     for path in folder.glob("failure-*.json"):
         path.unlink()
 
 
 def failures(folder: Path) -> list[RankFailure]:
-    """What each rank that said why it failed has said."""
+    """Return the failures that ranks have reported."""
     texts = [path.read_text(encoding="utf-8") for path in folder.glob("failure-*.json")]
     return [RankFailure(**json.loads(text)) for text in texts]

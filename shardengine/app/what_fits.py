@@ -1,7 +1,7 @@
-"""Of a plan that does not fit: the smallest change with which it does, and the command for that.
+"""Finds the smallest change that makes a plan fit, and the command for it.
 
-Owns: which changes are tried, in what order, from those that change nothing but time to those that change the training.
-Must not know: how a plan is made.
+Owns: the changes to try, and their order, from those that only cost time to those that change the training. Must not
+know: how a plan is made.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from shardengine.planner import Plan
 
 WHOLE, _, STEPS = TRIPLE
 _SHORTEST = 256
-"""Tokens: shorter rows are not proposed."""
+"""Tokens. Shorter rows are not proposed."""
 _ZERO = "zero_optimization"
 
 
 class _Change(NamedTuple):
-    """option: of ``shardengine plan`` · values: of it; --set KEY=VALUE is added to those that are there."""
+    """option: of ``shardengine plan`` · values: of that option; --set KEY=VALUE is added to those that are given."""
 
     option: str
     values: tuple[str, ...]
@@ -45,7 +45,10 @@ class _Change(NamedTuple):
 
 
 def sentences(options: argparse.Namespace, found: Plan, planned: Callable[[argparse.Namespace], Plan]) -> Iterator[str]:
-    """What fits, for people. found: the plan of ``options``, which does not · planned: makes another one."""
+    """Yield the change that fits, for people.
+
+    found: the plan of ``options``, which does not fit · planned: makes another one.
+    """
     yield "looking for the smallest change with which it fits …"
     chosen = _chosen(options, found, planned)
     if chosen is None:
@@ -63,7 +66,10 @@ def sentences(options: argparse.Namespace, found: Plan, planned: Callable[[argpa
 def _chosen(
     options: argparse.Namespace, found: Plan, planned: Callable[[argparse.Namespace], Plan]
 ) -> tuple[Sequence[_Change], Plan] | None:
-    """Changes are added until it fits; then those that were not needed are taken back, those that cost most first."""
+    """Return the changes that make it fit, and the plan; None if none do.
+
+    Changes are added until it fits. Then those that are not needed are removed again, the most costly first.
+    """
     taken: list[_Change] = []
     for change in _changes(options, found):
         before = taken
@@ -84,7 +90,7 @@ def _chosen(
 
 
 def _changes(options: argparse.Namespace, found: Plan) -> Iterator[_Change]:
-    """Those first that leave the training as it is: the global batch stays."""
+    """Yield changes. Those that keep the global batch, and so the training, come first."""
     config, hardware = found.config, found.hardware
     micro, steps = config.train_micro_batch_size_per_gpu or 1, config.gradient_accumulation_steps or 1
     if micro > 1:
@@ -108,7 +114,7 @@ def _changes(options: argparse.Namespace, found: Plan) -> Iterator[_Change]:
 
 
 def _tried(options: argparse.Namespace, planned: Callable[[argparse.Namespace], Plan]) -> Plan | None:
-    """None: the config, or the model, does not go with it."""
+    """Return the plan; None if the config or the model does not allow the change."""
     try:
         return planned(options)
     except (ConfigError, UsageError):
@@ -122,7 +128,7 @@ def _all(options: argparse.Namespace, changes: Sequence[_Change]) -> argparse.Na
 
 
 def _command(options: argparse.Namespace) -> str:
-    """``shardengine plan`` with these options, in the order of its help."""
+    """Return ``shardengine plan`` with these options, in the order of its help."""
     words = ["shardengine", "plan"]
     for name in ("model", "gpus", "host_memory", "nvme", "node", "config", "length", "micro_batch", "lr", "lora"):
         value = getattr(options, name)

@@ -7,8 +7,8 @@ fit          check that a checkpoint fits the model, and map its elements to the
 contents     the tensors of an engine as flat slices
 index        the JSON index, validated before use
 state        everything but tensors
-tensor_file  write a file of tensors
-reader       read ranges of many files
+tensor_file  write a file of tensors, with a checksum (CRC-32) of each chunk
+reader       read ranges of many files, and verify their checksums
 directory    names on disk
 atomic       files and directories that appear complete or not at all
 left_out     frozen weights that are not written, and their fingerprints

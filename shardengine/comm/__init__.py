@@ -1,4 +1,4 @@
-"""Everything between ranks: process groups, collectives, agreement, and what is said when they fail.
+"""Everything between ranks: process groups, collectives, agreement, and the reports of failures.
 
 devices          which device and which backend a rank uses
 nodes            which ranks share a node
@@ -9,20 +9,20 @@ launcher         ranks from a script
 rank_failure     why the process of a rank ended, and which of several was first
 wire             torch's data operations, the only file that calls them
 transfer         collectives of buckets, compiled once per layout
-collectives      data operations by what they bring where
+collectives      data operations between ranks, by their effect
 group_speed      how long collectives of the group last, measured
 work             a collective from its start to the end of its wait: counted, compared, waited for
 flight_recorder  what was issued, and where ranks differ
-failures         what ranks tell each other: failures, progress, departures
+failures         reports between ranks: failures, progress, departures
 positions        where each rank is, and which of them wait for each other
-outside          where a rank stands in collectives that are not the engine's
-breaking_off     what is in flight ends on all ranks, after a fault
-watcher          a thread that sees to that where the host waits for its GPU
-watchdog         a long wait: which rank is missing, whether the wait can still end, and the sentence about it
-advice           what to do where ranks do not do the same
-threads          those that may stay inside of torch
+outside          the collectives that a rank waits in, outside of the engine
+breaking_off     ends the collectives in flight on all ranks, after a fault
+watcher          a thread that starts this while the host waits for its GPU
+watchdog         a long wait: which rank is missing, whether the wait can still end, and the error message
+advice           what the user can do if ranks do not make the same calls
+threads          threads that may stay inside of torch
 store_board      the texts of ranks in the process group's store
-agreement        compare facts, and run what fails on all ranks or on none
+agreement        compare facts, and run a function that fails on all ranks or on none
 meeting          ranks meet before an engine's groups are made, in reset() and in close()
 
 Must not know: how modules, buckets and stages work.

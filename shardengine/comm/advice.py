@@ -1,4 +1,7 @@
-"""What to do where ranks do not do the same: what several errors say. Must not know: how that was found."""
+"""Advice for the user if ranks do not make the same calls; several errors end with it.
+
+Must not know: how that was found.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +20,20 @@ _WITHOUT = "gathering without grad"
 
 
 def gathering(unit: str, *, grad: bool) -> str:
-    """What an exchange is called in which ranks ask each other whether all gather ``unit`` next."""
+    """Return the name of an exchange in which ranks ask each other whether all of them gather ``unit`` next."""
     return f"{_GATHERING if grad else _WITHOUT} of unit {unit!r}"
 
 
 def asks(text: str, *, grad: bool = True) -> bool:
-    """Whether ``text`` is of such an exchange. grad: in a forward or backward of training, else in one without grad."""
+    """Return whether ``text`` describes such an exchange.
+
+    grad: True: of a forward or backward of training; False: of a forward without grad.
+    """
     return (_GATHERING in text and _WITHOUT not in text) if grad else _WITHOUT in text
 
 
 def after(*texts: str) -> str:
-    """What an error ends with that says ``texts`` of ranks: "" or the advice, behind a full stop."""
+    """Return the end of an error that quotes these texts of ranks: the advice, after a full stop, or ""."""
     if any(asks(text, grad=False) for text in texts):
         return f". {EVALUATE}"
     return f". {BLOCKS}" if any(asks(text) for text in texts) else ""

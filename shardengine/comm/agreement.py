@@ -1,7 +1,7 @@
 """Ranks agree before the first data collective, which a mismatch would abort or hang.
 
-Owns: comparing facts, turning one rank's failure into an error on all ranks, and who carries out the kernels.
-Must not know: what is done afterwards.
+Owns: comparing facts, turning one rank's failure into an error on all ranks, and choosing who runs the kernels. Must
+not know: what happens afterwards.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _log = logging.getLogger(__name__)
 
 
 def run_on_all_ranks(collectives: Collectives, what: str, action: Callable[[], _T]) -> _T:
-    """Run ``action`` on every rank; where it raises on some, it raises there and ``MismatchError`` on the others.
+    """Run ``action`` on every rank; if it raises on some, the other ranks raise ``MismatchError``.
 
-    A ``CheckpointError`` is one on every rank, so that all can do the same about it.
+    A ``CheckpointError`` is one on every rank, so that all can react to it in the same way.
     """
     failure: BaseException | None = None
     result: list[_T] = []
@@ -50,9 +50,9 @@ def run_on_all_ranks(collectives: Collectives, what: str, action: Callable[[], _
 
 
 def compare(collectives: Collectives, facts: dict[str, list[str]], own: int = 0) -> list[int]:
-    """``facts`` (topic → lines) must be equal on all ranks; ``MismatchError`` names the first difference and ranks.
+    """Raise ``MismatchError`` unless ``facts`` (topic → lines) are equal on all ranks; return every rank's ``own``.
 
-    own: a byte that may differ and travels with them. Returns every rank's.
+    The error names the first difference and the ranks. own: a byte that may differ and travels with the facts.
     """
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()
     rows = collectives.exchange(torch.frombuffer(bytearray([*digest, own]), dtype=torch.uint8), _subject(facts))
@@ -67,7 +67,8 @@ def compare(collectives: Collectives, facts: dict[str, list[str]], own: int = 0)
             raise MismatchError(
                 f"the {topic} differs between ranks: rank 0 has {ours}, rank {different[0]} has {theirs} "
                 f"(ranks that differ from rank 0: {different}); expected the same on every rank. "
-                "Build the model and read the config the same way everywhere"
+                "Build the model and read the config the same way everywhere",
+                code="ranks-disagree",
             )
     raise InternalError("facts that are equal have different digests")
 
@@ -78,10 +79,11 @@ _CURE = "set SHARDENGINE_KERNELS to the same everywhere"
 
 
 def settle_kernels(collectives: Collectives, packed: Sequence[int], problem: str) -> None:
-    """All ranks use kernels of ours on a type of device where all of them can, else all use torch; rank 0 says so.
+    """Use this package's kernels on a type of device if all ranks can run them there, else torch on all of them.
 
-    packed: ``Offers.packed`` of every rank · problem: this rank's. So no rank waits for one whose steps are slower.
-    UsageError on every rank where some rank requires kernels that another one does not have.
+    So no rank waits for one whose steps are slower. Rank 0 logs it if only some ranks have the kernels. packed:
+    ``Offers.packed`` of every rank · problem: this rank's. UsageError on every rank if some rank requires kernels that
+    another one does not have.
     """
     mesh, offers = collectives.mesh, [Offers.unpacked(each) for each in packed]
     failed = any(Offer.FAILED in each[:2] for each in offers)
@@ -92,7 +94,7 @@ def settle_kernels(collectives: Collectives, packed: Sequence[int], problem: str
 
 
 def settle_type(device_type: str, offers: Sequence[Offer], problems: Sequence[str], rank: int) -> None:
-    """``settle_kernels`` for one type of device. problems: every rank's, if any launch has failed."""
+    """``settle_kernels`` for one type of device. problems: every rank's, if any first launch has failed."""
     lacking = (Offer.TORCH, Offer.FAILED)
     without = [number for number, offer in enumerate(offers) if offer in lacking]
     requiring = [number for number, offer in enumerate(offers) if offer == Offer.REQUIRED]
@@ -102,7 +104,8 @@ def settle_type(device_type: str, offers: Sequence[Offer], problems: Sequence[st
     if without and requiring:
         raise UsageError(
             f"ranks {requiring} require {name} kernels (SHARDENGINE_NATIVE or SHARDENGINE_KERNELS) and ranks "
-            f"{without} have none, but all ranks use the same (this is rank {rank}): {cure}, or require nothing"
+            f"{without} have none, but all ranks use the same (this is rank {rank}): {cure}, or require nothing",
+            code="kernels-required-on-some-ranks",
         )
     withdraw(device_type, bool(without))
     if rank == 0 and (failed or 0 < len(without) < len(offers)):
@@ -112,7 +115,7 @@ def settle_type(device_type: str, offers: Sequence[Offer], problems: Sequence[st
 
 @functools.cache
 def _say(text: str) -> None:
-    """Once in a process."""
+    """Log it once per process."""
     _log.warning("%s", text)
 
 
@@ -130,7 +133,7 @@ def _first_difference(ours: list[str], theirs: list[str]) -> tuple[str, str]:
 
 
 def describe(value: Any) -> str:
-    """A stable text of a JSON-like value, for ``compare``; functions and classes by name."""
+    """Return a stable text of a JSON-like value, for ``compare``; functions and classes by name."""
     return json.dumps(value, sort_keys=True, default=_text)
 
 

@@ -1,8 +1,8 @@
-"""Data operations between ranks, by what they bring where.
+"""Data operations between ranks, by their effect.
 
 Buckets move by compiled transfers (``transfer``), which are kept here until the mesh or the layout changes. Everything
-else (parts of any length, broadcasts, control data) is sent at once. Must not know: modules, hooks, stages. At one rank
-everything here is a no-op on the same path.
+else (parts of any length, broadcasts, control data) is sent directly. At one rank everything here is a no-op on the
+same path. Must not know: modules, hooks, stages.
 """
 
 from __future__ import annotations
@@ -47,8 +47,11 @@ class Named(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """The tensors of ``deliver``: ``full`` is flat and holds ``to_each`` rank's elements, in rank order; ``received``
-    takes ``from_each`` rank's elements. of_all: bytes that all ranks have together."""
+    """The tensors of ``deliver``.
+
+    full: flat, ``to_each`` rank's elements in rank order · received: takes ``from_each`` rank's elements · of_all: the
+    bytes of all ranks together.
+    """
 
     full: Tensor
     to_each: Sequence[int]
@@ -60,8 +63,8 @@ class Chunks(NamedTuple):
 class Collectives:
     """Data operations over a mesh. ``sent``: bytes this rank sends, by purpose, at the algorithm's minimum.
 
-    direct: fp32 is summed here, too · reduce_dtype: to which each sum over ranks is rounded · hierarchical: reduce in
-    two steps where the ranks share nodes, the sums are made here, and what travels is not coded.
+    direct: fp32 gradients are also summed here and not by the backend · reduce_dtype: each sum over ranks is rounded to
+    it · hierarchical: reduce in two steps if the ranks share nodes, the sums are made here, and messages are not coded.
     """
 
     def __init__(
@@ -86,7 +89,7 @@ class Collectives:
         self.use(mesh)
 
     def use(self, mesh: Mesh) -> None:
-        """From now on over ``mesh``: the same ranks, new groups (``Mesh.renew``)."""
+        """Continue over ``mesh``: the same ranks with new groups (``Mesh.renew``)."""
         before: CollectiveLedger | None = getattr(self, "_ledger", None)
         self.mesh = mesh
         self._ledger = CollectiveLedger(
@@ -121,7 +124,10 @@ class Collectives:
         return self._fabric.nodes(dtype)
 
     def prepare(self, dtypes: Iterable[torch.dtype]) -> None:
-        """Make the groups for reductions of a new layout, whose gradients travel in ``dtypes``; collective."""
+        """Make the groups that reductions of a new layout need; collective.
+
+        dtypes: those in which its gradients travel.
+        """
         self._transfers.clear()
         if self.mesh.replicas == 1 and any(self.nodes(dtype) > 1 for dtype in dtypes):
             self.mesh.make_node_groups()
@@ -136,13 +142,15 @@ class Collectives:
         on_complete: OnComplete | None = None,
         options: TransferOptions = TransferOptions(),  # noqa: B008  (frozen)
     ) -> Work:
-        """Bring a bucket from one placement to another on all ranks. full: as much of it (flat) as a rank has in the
-        larger of the two placements.
+        """Bring a bucket from one placement to another on all ranks.
+
+        full: flat, as much of the bucket as a rank has in the larger of the two placements.
 
         A gather fills ``full`` in place; this rank's part is already in its place. After a reduce-scatter ``wait``
-        hands ``on_complete`` the terms, in rank order, whose sum is this rank's slice of the sum of ``full``. They are
-        only lent to it; it may write into ``full``, which nobody else may touch before it is called. PARTIAL →
-        REPLICATED takes both moves, since the sum is divided in between. If nothing has to be sent, nothing is.
+        passes ``on_complete`` the terms, in rank order, whose sum is this rank's slice of the sum of ``full``. The
+        terms are only lent to ``on_complete``. It may write into ``full``, which nobody else may touch before it is
+        called. PARTIAL → REPLICATED takes both moves, since the sum is divided in between. If nothing has to be sent,
+        nothing is.
         """
         key = id(what), source, target, purpose, full.dtype, full.numel()
         transfer = self._transfers.get(key)
@@ -153,8 +161,10 @@ class Collectives:
         return transfer.start(full, on_complete, options)
 
     def deliver(self, parts: Chunks, what: CollectiveLabel, purpose: Purpose, axis: Axis = Axis.ALL) -> Work:
-        """Begin to bring each rank along ``axis`` its part of every rank's tensor, of any length; ``parts`` must not
-        change before the end. Nothing is sent at one rank, whose part is copied."""
+        """Begin to bring each rank along ``axis`` its part of every rank's tensor; parts may have any length.
+
+        ``parts`` must not change before the end. At one rank nothing is sent, and its part is copied.
+        """
         line = self.mesh.line(axis, GroupName.REDUCE)
         if line.ranks == 1:
             parts.received.copy_(parts.full)
@@ -172,8 +182,10 @@ class Collectives:
     def share(
         self, full: Tensor, lengths: Sequence[int], what: CollectiveLabel, purpose: Purpose, axis: Axis = Axis.ALL
     ) -> Work:
-        """Begin to bring every rank's part of ``full`` (flat, parts of these ``lengths`` in rank order, this rank's is
-        there) to all along ``axis``."""
+        """Begin to bring every rank's part of ``full`` to all ranks along ``axis``.
+
+        full: flat; its parts have these ``lengths``, in rank order, and this rank's part is already there.
+        """
         line = self.mesh.line(axis, GroupName.REDUCE)
         if line.ranks == 1:
             return Work()
@@ -189,10 +201,10 @@ class Collectives:
         return self._start(call, (line.name, "all-gather of parts", what, sent, purpose), agreed=full.nbytes)
 
     def follow(self, work: Any, what: CollectiveLabel, purpose: Purpose, on_complete: Callable[[], None]) -> Work:
-        """What somebody else has begun on every rank, waited for as what is begun here. Its bytes are not known.
+        """Return the wait for a collective that somebody else has begun on every rank; its bytes are not known.
 
-        work: has torch's ``wait``, ``is_completed`` and ``get_future``, and what has failed, ``error``: of a connection
-        it names who is missing, else it is for ``on_complete`` to raise.
+        work: has torch's ``wait``, ``is_completed`` and ``get_future``, and ``error``, its failure. For a failure of a
+        connection an error that names the missing rank is raised; any other is left to ``on_complete`` to raise.
         """
         of = Collective(GroupName.REDUCE, HOOK, what.label, tuple(what.names), 0, purpose, begun_here=False)
         record = self._ledger.record(of)
@@ -205,7 +217,7 @@ class Collectives:
         return self._ledger.issue(record, lambda: [work], complete)
 
     def broadcast(self, tensor: Tensor, what: CollectiveLabel, purpose: Purpose, source: int = 0) -> None:
-        """``tensor`` (contiguous) of rank ``source`` to all; blocks."""
+        """Bring ``tensor`` (contiguous) of rank ``source`` to all ranks; blocks."""
         if self.mesh.ranks == 1:
             return
         flat = sendable(tensor.detach().view(-1))
@@ -219,10 +231,10 @@ class Collectives:
     def exchange(
         self, payload: Tensor, what: str = "control data", meanwhile: Callable[[], None] | None = None
     ) -> Tensor:
-        """Every rank's ``payload`` (flat uint8 on CPU, equal lengths) → [ranks, length], in rank order; blocks.
+        """Return every rank's ``payload`` (flat uint8 on CPU, equal lengths) as [ranks, length], in rank order; blocks.
 
-        what: named in the error when it fails, or when other ranks exchange something else ([Note: Frames]); its first
-        word is the same on every rank · meanwhile: called again and again while this rank waits for the others.
+        what: named in the error if the exchange fails, or if other ranks exchange something else ([Note: Frames]); its
+        first word is the same on every rank · meanwhile: called again and again while this rank waits for the others.
         """
         if self.mesh.ranks == 1:
             return payload.unsqueeze(0)
@@ -243,13 +255,16 @@ class Collectives:
         return gathered.view(self.mesh.ranks, payload.numel())
 
     def hear(self, payload: Tensor, what: str) -> Tensor:
-        """Rank 0's ``payload`` (flat uint8 on CPU, equal lengths), whatever this rank's is; blocks. what: as above."""
+        """Return rank 0's ``payload`` (flat uint8 on CPU, equal lengths) on every rank; blocks.
+
+        what: as for ``exchange``.
+        """
         return self.exchange(payload, what)[0].contiguous()
 
     def exchange_values(self, values: Tensor, payload: Tensor, what: str) -> tuple[Tensor, Tensor]:
         """As ``exchange``, with fp64 ``values`` (1-D) that stay on the mesh's device: [ranks, n] and the payloads.
 
-        One message on the CPU. On a GPU the values travel on their own, and the host does not wait for them.
+        On the CPU it is one message. On a GPU the values travel separately, and the host does not wait for them.
         """
         if not self.mesh.platform.has_own_memory:
             rows = self.exchange(torch.cat([values.view(torch.uint8), payload]), what)
@@ -268,7 +283,10 @@ class Collectives:
         return gathered.view(self.mesh.ranks, -1), rows
 
     def exchange_objects(self, value: Any, what: str = "control data") -> list[Any]:
-        """Every rank's JSON value, in rank order; blocks. For start-up and error paths. what: as for ``exchange``."""
+        """Return every rank's JSON value, in rank order; blocks. For start-up and error paths.
+
+        what: as for ``exchange``.
+        """
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         if self.mesh.ranks == 1:
             return [json.loads(text.numpy().tobytes())]
@@ -282,7 +300,7 @@ class Collectives:
         return [json.loads(row[:n].numpy().tobytes()) for row, n in zip(rows, counts.tolist(), strict=True)]
 
     def require_same(self, digests: Tensor) -> None:
-        """``MismatchError`` on every rank unless all ranks' ``flight_recorder.digest()`` are equal; names one."""
+        """Raise ``MismatchError`` on every rank unless all ranks' ``flight_recorder.digest()`` are equal; it names one."""
         if bool((digests == digests[0]).all()):
             return
         found = first_difference(self.exchange_objects(self.flight_recorder.texts(), "collectives of this window"))
@@ -290,7 +308,8 @@ class Collectives:
         raise MismatchError(
             f"ranks took part in different collectives{where}, so the gradients of this window are wrong. Expected the "
             "same blocks in the same order on every rank (a branch inside of a block may differ: list the class of the "
-            "module around the branch in zero_optimization.units); then engine.reset() on every rank"
+            "module around the branch in zero_optimization.units); then engine.reset() on every rank",
+            code="collectives-differ-between-ranks",
         )
 
     def barrier(self) -> None:
@@ -321,9 +340,10 @@ class Collectives:
             if text != texts[0]:
                 raise MismatchError(
                     f"collectives differ between ranks: rank 0 issues [{texts[0]}], rank {rank} issues [{text}]; "
-                    "expected the same order everywhere. Do the ranks take different branches of the model?"
+                    "expected the same order everywhere. Do the ranks take different branches of the model?",
+                    code="collectives-differ-between-ranks",
                 )
 
 
 _Key = tuple[int, Placement, Placement, Purpose, torch.dtype, int]
-"""Of a transfer: the identity of its label, placements, purpose, and the dtype and length of the tensor."""
+"""The key of a transfer: its label's identity, placements, purpose, and the dtype and length of the tensor."""

@@ -1,26 +1,27 @@
 """Which device each rank computes on, and which backend carries its traffic. Owns: the rules, and asking CUDA.
 
-Must not know: how ranks meet, engines. Every rank writes down what it was told and what it sees (``facts``); from the
-facts of all ranks each rank computes the same choice, or raises the same error (``choose``).
+Every rank collects its settings and the devices that it sees (``facts``). From the facts of all ranks each rank
+computes the same choice, or raises the same error (``choose``). Must not know: how ranks meet, engines.
 
 [Note: Which GPU a rank uses] The first of these that applies, for every rank:
 
-1. what was asked for: ``build(device=...)`` (``"cuda"`` is the current GPU), then SHARDENGINE_DEVICE=cpu;
-2. where the caller made the process group: the device to which it is bound (``init_process_group(device_id=...)``);
-3. the current GPU, on a host where a rank has made another one than the first its current one (``set_device``);
+1. the requested device: ``build(device=...)`` (``"cuda"`` is the current GPU), then SHARDENGINE_DEVICE=cpu;
+2. the device to which the caller's process group is bound (``init_process_group(device_id=...)``);
+3. the current GPU, on a host on which some rank has made a GPU other than its first one current (``set_device``);
 4. the only GPU that is visible;
 5. the number of the rank on its host (LOCAL_RANK, SLURM_LOCALID, ...), if all ranks of the host have different ones;
 6. its place among the ranks of its host.
 
-A number that is too large begins again at 0: tasks of SLURM have their own GPUs, and numbers that go through all of
-them. Two ranks that come to one GPU are refused, because NCCL cannot serve them. Ranks compute on the CPU where that
-was asked for, where no rank sees a GPU, and where the caller's process group serves GPUs by gloo or not at all; GPUs
-that nobody uses for such a reason are told.
+A number that is too large starts again at 0, because a task of SLURM may see only its own GPUs and still have a number
+that counts all tasks of the host. If two ranks end up on one GPU, ``choose`` raises UsageError, because NCCL cannot
+serve them. Ranks compute on the CPU if that was requested or if no rank sees a GPU. Unless a GPU was requested, they
+also do if torch has no NCCL, or if the caller's process group serves GPUs by gloo or not at all. Then rank 0 logs that
+GPUs are not used.
 
-[Note: Other backends] Which types of device a backend serves torch says, of the group and of the backend's name. Where
-the caller's process group serves the chosen device by another backend than gloo and NCCL (ucc, mpi, one that a package
-has registered), the engine's groups for data are of that backend, beside one of gloo for decisions. Only a backend that
-was registered by a test, with gloo behind its name, has been run.
+[Note: Other backends] torch reports which types of device a backend serves, for a group and for a backend's name. The
+caller's process group may serve the chosen device by a backend other than gloo and NCCL (ucc, mpi, one that a package
+has registered). Then the engine's groups for data use that backend, beside a group of gloo for decisions. Only a
+backend that was registered by a test, with gloo behind its name, has been run.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ import torch.distributed as dist
 from shardengine.errors import UsageError
 
 WISH = "SHARDENGINE_DEVICE"
-"""The variable that says "cpu" or "cuda" (a GPU, or an error), for ``initialize``, ``launch`` and the command line."""
+"""The variable with "cpu" or "cuda" (a GPU, or an error), for ``initialize``, ``launch`` and the command line."""
 LOCAL_RANKS = (
     "LOCAL_RANK",
     "SLURM_LOCALID",
@@ -48,19 +49,22 @@ LOCAL_RANKS = (
     "PALS_LOCAL_RANKID",
     "FLUX_TASK_LOCAL_ID",
 )
-"""Variables in which launchers say the number of a rank on its host."""
+"""Variables that hold the number of a rank on its host, one per launcher."""
 LOCAL_SIZE = "LOCAL_WORLD_SIZE"
-"""The variable that says how many ranks are on this one's node (rendezvous sets it where another launcher says so)."""
+"""The variable with the number of ranks on this rank's node; rendezvous sets it from those of other launchers."""
 _KINDS = ("", "cpu", "cuda")
 _CPU = torch.device("cpu")
 _CURE = f"{WISH}=cpu trains on the CPU"
 _NAMED = 8
-"""As many GPUs, or ranks, an error names."""
+"""An error names at most this many GPUs or ranks."""
 
 
 @dataclass(frozen=True)
 class Gpus:
-    """What CUDA shows to this process. names: of the physical GPUs, "" where unknown · current: a number of one."""
+    """The GPUs that CUDA shows to this process.
+
+    names: of the physical GPUs, "" if unknown · current: the number of the current one.
+    """
 
     names: tuple[str, ...] = ()
     current: int = 0
@@ -68,7 +72,7 @@ class Gpus:
 
 
 def gpus() -> Gpus:
-    """Those of this process; the one place that asks CUDA for them."""
+    """Return those of this process; the only place that asks CUDA for them."""
     if not torch.cuda.is_available():
         return Gpus()
     current = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
@@ -81,10 +85,10 @@ def gpus() -> Gpus:
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What one rank was told and sees.
+    """The settings of one rank and the devices that it sees.
 
     wish: "", "cpu", "cuda" or "cuda:1" · bound: the GPU to which the caller's process group is bound · local_rank,
-    local_ranks: its number on its node and how many are there, as the launcher says.
+    local_ranks: its number on its node and the number of ranks there, from the launcher.
     """
 
     host: str
@@ -100,7 +104,7 @@ class RankFacts:
 
     @classmethod
     def from_text(cls, text: str) -> RankFacts:
-        """Of ``to_text``."""
+        """The inverse of ``to_text``."""
         values = json.loads(text)
         seen = values.pop("gpus")
         return cls(gpus=Gpus(tuple(seen["names"]), seen["current"], seen["nccl"]), **values)
@@ -108,7 +112,10 @@ class RankFacts:
 
 @dataclass(frozen=True)
 class DeviceChoice:
-    """For one rank. why: of the device · unused: why GPUs that are visible are not used, and what to do; "" if none."""
+    """The choice for one rank.
+
+    why: the reason for the device · unused: why visible GPUs are not used, and what to do; "" if none.
+    """
 
     device: torch.device
     backend: str
@@ -117,26 +124,28 @@ class DeviceChoice:
 
 
 def wish() -> str:
-    """What SHARDENGINE_DEVICE says: "", "cpu" or "cuda"."""
+    """Return the value of SHARDENGINE_DEVICE: "", "cpu" or "cuda"."""
     found = os.environ.get(WISH, "")
     if found not in _KINDS:
-        raise UsageError(f"{WISH}: expected cpu, or cuda (a GPU, or an error), or no value, got {found!r}")
+        raise UsageError(
+            f"{WISH}: expected cpu, or cuda (a GPU, or an error), or no value, got {found!r}", code="device-unknown"
+        )
     return found
 
 
 def count() -> int:
-    """GPUs that this process may use: none where SHARDENGINE_DEVICE says cpu."""
+    """Return the number of GPUs that this process may use: 0 if SHARDENGINE_DEVICE is cpu."""
     return 0 if wish() == "cpu" else torch.cuda.device_count()
 
 
 def too_few(ranks: int) -> str:
-    """That ``ranks`` processes of this machine would share GPUs, which NCCL cannot serve; "" where they would not."""
+    """Return a text if ``ranks`` processes of this machine would share GPUs, which NCCL cannot serve, else ""."""
     visible = count()
     return f"{visible} GPU(s) are visible for {ranks} ranks" if visible < ranks else ""
 
 
 def only_one(visible: int) -> str:
-    """That one process, which no launcher has started, uses one of ``visible`` GPUs; "" where that is all of them."""
+    """Return a warning if one process that no launcher has started would use only one of ``visible`` GPUs, else ""."""
     if visible < 2:
         return ""
     return (
@@ -147,7 +156,7 @@ def only_one(visible: int) -> str:
 
 
 def facts(device: torch.device | None = None, group: dist.ProcessGroup | None = None) -> RankFacts:
-    """Those of this rank. device: what was asked for · group: the process group that the caller made."""
+    """Return those of this rank. device: the requested one · group: the process group that the caller made."""
     seen = gpus()
     asked = os.environ.get(WISH, "")  # checked where every rank hears of it
     if device is not None:
@@ -164,8 +173,10 @@ def _number(*names: str) -> int | None:
 
 
 def backend_for(backends: str, device_type: str) -> str:
-    """The backend by which a process group serves a type of device, "" where it does not. backends: its own, such as
-    ``cpu:gloo,cuda:nccl``; a name alone serves what torch knows of it, whatever backend that is."""
+    """Return the backend that serves a type of device in a process group, or "".
+
+    backends: the group's own, such as ``cpu:gloo,cuda:nccl``. A name alone serves the types that torch knows for it.
+    """
     for part in backends.split(","):
         said, _, name = part.rpartition(":")
         if device_type in ([said] if said else dist.Backend.backend_capability.get(name, ())):
@@ -174,18 +185,18 @@ def backend_for(backends: str, device_type: str) -> str:
 
 
 def has_nccl(backends: str) -> bool:
-    """Whether a process group serves tensors on GPUs by NCCL. backends: its own, such as ``cpu:gloo,cuda:nccl``."""
+    """Return whether a process group serves tensors on GPUs by NCCL. backends: as in ``backend_for``."""
     return backend_for(backends, "cuda") == "nccl"
 
 
 def choose(
     ranks: Sequence[RankFacts], rank: int, group_has_nccl: bool | None = None, backends: str = ""
 ) -> DeviceChoice:
-    """For ``rank``, out of the facts of all ranks; on all of them the same choice ([Note: Which GPU a rank uses]).
+    """Return the choice for ``rank`` from the facts of all ranks; all compute the same ([Note: Which GPU a rank uses]).
 
-    group_has_nccl: of a process group that is there already; None: it is made as the choice says · backends: its own,
-    as in ``backend_for``. Where they are neither gloo nor NCCL, data goes over the same.
-    UsageError, the same on every rank, where ranks disagree, have no GPU or share one.
+    group_has_nccl: of a process group that exists already; None: it is made as the choice says · backends: the group's
+    own, as in ``backend_for``. If it serves GPUs by another backend than gloo and NCCL, data uses that one. UsageError,
+    the same on every rank, if ranks disagree, have no GPU or share one.
     """
     _check_wishes(ranks)
     on_cpu, other = backend_for(backends, "cpu") or "gloo", backend_for(backends, "cuda")
@@ -210,7 +221,8 @@ def choose(
         others = "" if len(blind) == len(ranks) else ", and the others do"
         raise UsageError(
             f"expected a GPU on every rank, but none is visible to {_listed(blind, ranks)}{others}: look at the driver "
-            f"and at CUDA_VISIBLE_DEVICES there (nvidia-smi, `shardengine env`); {_CURE}"
+            f"and at CUDA_VISIBLE_DEVICES there (nvidia-smi, `shardengine env`); {_CURE}",
+            code="device-gpu-not-visible",
         )
     numbers = _numbers(ranks)
     if nccl:
@@ -224,25 +236,30 @@ def _check_wishes(ranks: Sequence[RankFacts]) -> None:
     if 0 < len(cpu) < len(ranks):
         raise UsageError(
             f"expected the same kind of device on every rank, but the CPU is asked for on {_listed(cpu, ranks)} of "
-            f"{len(ranks)} alone: set {WISH} on every rank or on none, and give every rank's mesh such a device"
+            f"{len(ranks)} alone: set {WISH} on every rank or on none, and give every rank's mesh such a device",
+            code="device-differs-between-ranks",
         )
     for each, one in enumerate(ranks):
         kind, _, index = one.wish.partition(":")
         if kind not in _KINDS:
-            raise UsageError(f"rank {each}: expected cpu or cuda as device, and of {WISH}, got {one.wish!r}")
+            raise UsageError(
+                f"rank {each}: expected cpu or cuda as device, and of {WISH}, got {one.wish!r}", code="device-unknown"
+            )
         if index and one.gpus.names and int(index) >= len(one.gpus.names):
             raise UsageError(
-                f"rank {each} on {one.host}: expected one of its {len(one.gpus.names)} GPU(s), got {one.wish}"
+                f"rank {each} on {one.host}: expected one of its {len(one.gpus.names)} GPU(s), got {one.wish}",
+                code="device-not-there",
             )
         if index and one.bound not in (None, int(index)):
             raise UsageError(
                 f"rank {each}: the process group is bound to cuda:{one.bound}, and {one.wish} is asked for: leave the "
-                "device out, or name the same one"
+                "device out, or name the same one",
+                code="device-not-of-group",
             )
 
 
 def _numbers(ranks: Sequence[RankFacts]) -> list[tuple[int, str]]:
-    """Of every rank's GPU, with the reason; every rank sees at least one."""
+    """Return the number of every rank's GPU, with the reason; every rank sees at least one."""
     hosts: dict[str, list[int]] = defaultdict(list)
     for each, one in enumerate(ranks):
         hosts[one.host].append(each)
@@ -286,7 +303,8 @@ def _refuse_shared(ranks: Sequence[RankFacts], numbers: Sequence[int]) -> None:
     raise UsageError(
         f"expected a GPU of its own for every rank, as NCCL does, but {len(shared)} GPU(s) belong to several: "
         f"{'; '.join(named)}{more}. Start no more ranks on a host than it has GPUs, and show each rank another one "
-        f"(CUDA_VISIBLE_DEVICES, or LOCAL_RANK, or torch.cuda.set_device before initialize); {_CURE}"
+        f"(CUDA_VISIBLE_DEVICES, or LOCAL_RANK, or torch.cuda.set_device before initialize); {_CURE}",
+        code="device-shared-by-ranks",
     )
 
 

@@ -1,25 +1,26 @@
-"""What ranks tell each other when something goes wrong, over the process group's store instead of its collectives.
+"""Reports between ranks when something goes wrong, over the process group's store instead of its collectives.
 
-Owns: what a rank reports (it raised or gave up), that it waits, that it leaves; how the others read and describe it.
-Must not know: which collectives there are, what a wait makes of it (watchdog), buckets, the engine.
+Owns: what a rank reports (that it raised or gave up, that it waits, that it leaves), and how the others read and
+describe it. Must not know: which collectives there are, the conclusions of a wait (watchdog), buckets, the engine.
 
 [Note: Failure reports] A rank that raises in forward, backward or step leaves the others waiting in a collective that
 it will never issue. So it reports the failure: it writes what happened under its number. A rank whose wait lasts longer
-than ``POST_AFTER_S`` (watchdog) writes what it waits for, and looks at the others' reports between slices of its wait.
-One that has stood for ``STANDS_S`` while we wait ends the wait with an error that names the rank and what it said.
-Shorter-lived ones do not count: an exception that happens on every rank may be caught on every rank, and the next call
-of the engine takes the report back. Nor does a report count of an attempt in which this rank raised, too. An attempt is
-a place and how many calls of its kind there were, since ranks make the same calls: a later failure at the same place
-counts again.
+than ``POST_AFTER_S`` (watchdog) writes what it waits for, and reads the others' reports between slices of its wait. If
+a report has stood for ``STANDS_S`` during the wait, the rank ends its wait with an error that names the other rank and
+quotes its report. Reports with a shorter life do not count: an exception that happens on every rank may be caught on
+every rank, and the next call of the engine withdraws the report. A report also does not count on a rank that raised in
+the same attempt. An attempt is a place and the number of calls of its kind so far, since ranks make the same calls. So
+a later failure at the same place counts again.
 
-When a wait has failed (``timeout_s``, a closed connection), the missing ranks are those that do not say that they wait
-for the same collective. A wait shorter than one slice touches nothing of this.
+When a wait has failed (``timeout_s``, a closed connection), the missing ranks are those that do not report that they
+wait for the same collective. A wait shorter than one slice uses none of this.
 
-[Note: Departures] A rank that closes its engine, lets go of it or ends its process says so at once, with how many
-collectives it has issued. Who waits for a later one raises at its next look: nobody will issue it. A departure is
-written in a channel; ranks take the channels of a mesh in the same order, so that engines beside and after each other
-do not hear each other's. Ranks that wait for each other (positions: [Note: In vain]) raise when they have stood so for
-``STANDS_S``. A killed rank says nothing; how far it was, it said before (store_board: [Note: How far a rank is]).
+[Note: Departures] A rank that closes its engine, drops it or ends its process reports this at once, with the number of
+collectives that it has issued. A rank that waits for a later one raises at its next look, because nobody will issue it.
+A departure is written in a channel. Ranks take the channels of a mesh in the same order, so engines beside and after
+each other do not read each other's departures. Ranks that wait for each other (positions: [Note: In vain]) raise when
+this has lasted for ``STANDS_S``. A killed rank reports nothing; its progress was written before (store_board:
+[Note: How far a rank is]).
 """
 
 from __future__ import annotations
@@ -51,7 +52,10 @@ _STORE = "the process group's store, through which ranks tell each other what ha
 
 @dataclass(frozen=True)
 class FailureReport:
-    """What a rank said. where, attempt: which call raised · gave_up: because of another rank · over: it went on"""
+    """The report of one rank.
+
+    where, attempt: the call that raised · gave_up: because of another rank · over: the rank has continued.
+    """
 
     text: str
     where: str = ""
@@ -61,7 +65,7 @@ class FailureReport:
 
     @property
     def verb(self) -> str:
-        """What the rank did."""
+        """The rank's action, for a sentence."""
         return "gave up" if self.gave_up else "raised"
 
 
@@ -92,9 +96,10 @@ class Failures:
 
     @contextmanager
     def reports_failure(self, where: str, place: Callable[[BaseException], str], kind: str = "") -> Iterator[None]:
-        """Report to the others when the call inside raises by itself. place: the unit or module in which it raised.
+        """Report to the others if the call inside raises by itself.
 
-        kind: the calls that are counted together; every rank makes those of one kind in the same order.
+        place: returns the unit or module that raised · kind: the calls that are counted together; every rank makes
+        those of one kind in the same order.
         """
         self.withdraw()
         self._outside.look_at_this_thread()
@@ -119,9 +124,9 @@ class Failures:
             self._place, self._inside = outer if outer[1] else (where, False)
 
     def report_outside(self, error: BaseException, what: str) -> None:
-        """``error`` is raised at ``what``, outside of any call of the engine; inside of one, that reports it.
+        """Report ``error``, raised at ``what`` outside of any call of the engine; inside of one, that call reports it.
 
-        Ranks in which the same is raised at the same place do not count each other's.
+        Ranks that raise the same error at the same place ignore each other's reports.
         """
         if self._inside or isinstance(error, CommunicationError | MismatchError):
             return
@@ -131,46 +136,47 @@ class Failures:
         self.mark_known(error)
 
     def begin(self) -> None:
-        """From now on the other ranks are told in which collective of the program this one stands."""
+        """From now on report to the other ranks in which collective of the program this rank waits."""
         if self.mesh.ranks > 1:
             self.board.write_later(self._after())
 
     def set_progress(self, steps: int, micro_batches: int) -> None:
-        """How far this rank is: steps that it has completed, micro-batches of the next one."""
+        """Report the progress of this rank: the steps that it has completed, and micro-batches of the next one."""
         if (steps, micro_batches) != self._progress and self.mesh.ranks > 1:
             self._progress = (steps, micro_batches)
             self.board.write_later(self._after())
 
     def take_over_progress(self, before: Failures) -> None:
-        """This rank is as far as it was with ``before``, whose mesh this one's replaces."""
+        """Take over the progress of ``before``, whose mesh this one's replaces."""
         if before._progress is not None:
             self.set_progress(*before._progress)
 
     def mark_known(self, error: BaseException) -> None:
-        """The others know of ``error``, which is raised now: there is nothing to report."""
+        """The other ranks know of ``error``, which is raised now, so it needs no report."""
         self._known = id(error)  # not the error itself, whose traceback would keep tensors alive
 
     def knows(self, error: BaseException) -> bool:
-        """Whether the others have been told of ``error``."""
+        """Return whether ``error`` was reported to the other ranks."""
         return self._known in (id(error), id(error.__cause__))
 
     def give_up(self, reason: str) -> None:
-        """A wait has failed, so that something is in flight which may never end."""
+        """Report that a wait has failed, so something is in flight that may never end."""
         self.gave_up = reason
         if self._reported is None:  # what this rank raised says more
             self.report(FailureReport(reason, gave_up=True))
 
     def report(self, report: FailureReport) -> None:
-        """Say it; silent where the store is gone, since whoever calls has an error of its own to raise."""
+        """Write the report; silent if the store is gone, since the caller has an error of its own to raise."""
         if self.mesh.ranks == 1:
             return
         self._reported = replace(report, text=report.text[:_TEXT_LIMIT])
         self._write("failure", json.dumps(asdict(self._reported)))
 
     def withdraw(self) -> None:
-        """This rank goes on: what it reported, and what it said that it waits for, stands no longer.
+        """This rank continues: withdraw its report and the wait that it announced.
 
-        Where it has left it does not go on: that it waited for others to close stands, since some may wait elsewhere.
+        After a departure the announced wait stands: this rank waited for the others to close, and some may wait
+        elsewhere.
         """
         if self._posted and self.presence is Presence.PRESENT:
             self.post(None)
@@ -179,7 +185,7 @@ class Failures:
             self._reported = None
 
     def call_before_close(self, call: Callable[[], None]) -> None:
-        """Call it when this ends, before the connection does."""
+        """Call it when this ends, before the connection ends."""
         self._before_close.append(call)
 
     def _end_companions(self) -> None:
@@ -187,7 +193,7 @@ class Failures:
             self._before_close.pop()()
 
     def close(self) -> None:
-        """Nobody speaks here any more: what this rank reported stands no longer, and its connection ends."""
+        """End: withdraw this rank's report and close the connection to the store."""
         self._end_companions()
         self.withdraw()
         self.board.close()
@@ -198,10 +204,10 @@ class Failures:
     def leave(
         self, what: str, presence: Presence = Presence.LEFT, *, error: BaseException | None = None, wait: bool = True
     ) -> None:
-        """Say what this rank has done, so that it takes part in nothing any more ([Note: Departures]).
+        """Report that this rank takes part in nothing any more, and why ([Note: Departures]).
 
-        presence: from now on; where it gave up before, it has LEFT instead of CLOSING, and is not waited for · error:
-        why · wait: until it is said.
+        presence: from now on. A rank that gave up before has LEFT instead of CLOSING, and is not waited for · error:
+        the reason · wait: until the report is written.
         """
         may = self.presence.may_become(presence)
         if self.mesh.ranks == 1 or not self.issued or not may or not self.is_of_this_process:
@@ -220,7 +226,7 @@ class Failures:
             self.board.write(f"left/{self._channel}", json.dumps(asdict(self.departure)), wait=wait)
 
     def linger(self, deadline: float) -> None:
-        """The store ends with this process: wait until the others have left, too, or until ``deadline``."""
+        """Wait until the others have left or until ``deadline``, if this process hosts the store, which ends with it."""
         if self.departure is None or not self._hosts:
             return
         with suppress(Unreachable):
@@ -229,7 +235,7 @@ class Failures:
         self.board.close(wait_s=1.0)
 
     def end_with_process(self, error: BaseException | None) -> None:
-        """Say that the process ends; no thread is at work afterwards."""
+        """Report that the process ends; afterwards no thread is at work."""
         self._end_companions()
         self.leave("has ended its process", Presence.ENDED, error=error)
         self.board.close(wait_s=1.0)
@@ -239,7 +245,7 @@ class Failures:
         return self.mesh.store_host() == self.mesh.rank
 
     def _after(self) -> str:
-        """How far this rank is, in words; "" where it is not known."""
+        """Return the progress of this rank, in words; "" if it is not known."""
         if self._progress is None:
             return ""
         steps, micro_batches = self._progress
@@ -248,12 +254,14 @@ class Failures:
         return f"after step {steps}" if steps else "before its first step"
 
     def repeat_report(self, what: str) -> None:
-        """What this rank reported last counts wherever it was, because those who wait must come to ``what``, too."""
+        """Repeat this rank's last report without its place, so it counts for every rank: those that wait must come to
+        ``what``.
+        """
         last = self._reported or FailureReport(f"it waits in {what}", gave_up=True)
         self.report(FailureReport(last.text, gave_up=last.gave_up))
 
     def describe(self, missing: set[int], waits: dict[int, Waiting] | None = None) -> str:
-        """Who is missing, and what each of them said last."""
+        """Return who is missing, with the last report of each."""
         try:
             waits, reports = (self.waits() if waits is None else waits), self.reports()
             departed, passed = self.departures(), self.board.read(f"at/{self._channel}")
@@ -276,7 +284,7 @@ class Failures:
         return "Missing: " + "; ".join(said)
 
     def _describe_unheard(self, missing: set[int], waits: dict[int, Waiting], reason: str) -> str:
-        """As ``describe``, without the store ([Note: The store may be gone]). waits: what was heard before."""
+        """As ``describe``, without the store ([Note: The store may be gone]). waits: those that were read before."""
         host = self.mesh.store_host()
         if host is None or host == self.mesh.rank:
             said = [f"{_STORE}, cannot be reached ({reason}): the process that hosts it may be gone or stopped"]
@@ -287,41 +295,41 @@ class Failures:
         return "; ".join(said) + (f"; without it nothing is known of ranks {unheard}" if unheard else "")
 
     def waits(self) -> dict[int, Waiting]:
-        """What the other ranks say that they wait for, and the collectives of the program in which others stand."""
+        """Return the waits of the other ranks: those that they report, and their waits in collectives of the program."""
         texts = {**self.board.read(f"outside/{self._channel}"), **self.board.read("waits")}
         return {rank: Waiting(**json.loads(text)) for rank, text in texts.items()}
 
     def departures(self) -> dict[int, Departure]:
-        """What the other ranks that have left said."""
+        """Return the departures of the other ranks."""
         return {rank: Departure.from_json(text) for rank, text in self.board.read(f"left/{self._channel}").items()}
 
     def reports(self) -> dict[int, FailureReport]:
-        """What the other ranks reported."""
+        """Return the reports of the other ranks."""
         return {rank: FailureReport(**json.loads(text)) for rank, text in self.board.read("failure").items()}
 
     def standing(self) -> dict[int, FailureReport]:
-        """Those of them that count ([Note: Failure reports]), whatever their age."""
+        """Return the reports that count ([Note: Failure reports]), whatever their age."""
         reports = self.reports().items()
         return {rank: n for rank, n in reports if not n.over and (n.where, n.attempt) not in self._raised}
 
     def news(self) -> int:
-        """A number that changes when some rank says something."""
+        """Return a number that changes whenever some rank writes."""
         return self.board.news()
 
     def post(self, waiting: Waiting | None) -> None:
-        """Say what this rank waits for (None: for nothing)."""
+        """Announce the wait of this rank (None: it waits for nothing)."""
         self._posted = waiting is not None
         self._write("waits", "" if waiting is None else json.dumps(asdict(self.placed(waiting))))
 
     def placed(self, waiting: Waiting) -> Waiting:
-        """``waiting``, with where this rank stands and what it has issued."""
+        """Return ``waiting`` with the call that this rank is in and the collectives that it has issued."""
         where = self._place if self._inside else waiting.where
         issued = {**outside.counts(), **self.issued, **waiting.issued}
         return replace(waiting, channel=self._channel, issued=issued, where=where)
 
     @property
     def place(self) -> str:
-        """For errors: where this rank is."""
+        """The place of this rank, for errors."""
         if not self._place:
             return f"rank {self.mesh.rank} goes on"
         return f"this rank ({self.mesh.rank}) {'is in' if self._inside else 'has left'} {self._place}"
@@ -338,7 +346,7 @@ class Failures:
 
     @property
     def is_of_this_process(self) -> bool:
-        """Not of one that has forked this one."""
+        """Whether this was made in this process, and not in one that has forked it."""
         return self._process == os.getpid()
 
     def _write(self, kind: str, text: str) -> None:
@@ -350,18 +358,18 @@ class Failures:
 
 _open: weakref.WeakSet[Failures] = weakref.WeakSet()
 _last: list[Failures] = []
-"""The one that was closed last, where this process hosts the store."""
+"""The one that was closed last, if this process hosts the store."""
 _registered: list[int] = []
-"""The process that says at its end that it ends; one that it forks does not."""
+"""The process that reports its end; a process that it forks does not."""
 
 
 def open_failures() -> list[Failures]:
-    """Those of this process that have not been closed."""
+    """Return those of this process that have not been closed."""
     return [each for each in list(_open) if each.is_of_this_process]
 
 
 def leave_all(what: str) -> None:
-    """Say of every engine of this process that was not closed what this rank has done, before it waits for the end."""
+    """Report ``what`` as a departure of every open engine of this process, before the rank waits for the end."""
     for each in list(_open):
         each.leave(what, Presence.ENDED)
 

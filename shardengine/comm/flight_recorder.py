@@ -1,7 +1,7 @@
-"""What one collective is, which ones a rank has issued, and where ranks differ. Must not know: how anything is sent.
+"""The facts of a collective, the collectives that a rank has issued, and the first difference between ranks.
 
-Ranks that gather different blocks of one size at the same time would train on each other's weights, and nothing else
-would tell: gloo and NCCL match collectives by their order alone.
+Ranks that gather different blocks of one size at the same time would train on each other's weights without any error,
+because gloo and NCCL match collectives only by their order. Must not know: how anything is sent.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from shardengine.comm.group_kind import GroupName
 from shardengine.comm.positions import Waiting
 
 HOOK = "communication hook"
-"""The operation of what a hook of the user's has begun."""
+"""The operation of a collective that a user's hook has begun."""
 
 
 class Purpose(enum.Enum):
-    """What bytes are sent for; ``STEP`` are those of a step, which its formula counts but for ``ROWS``."""
+    """The purpose of sent bytes. ``STEP`` are those of a step; its traffic formula counts all of them but ``ROWS``."""
 
     GRADIENTS = "gradients: reduce-scatter"
     WHOLE_GRADIENTS = "gradients: all-gather"
@@ -92,12 +92,12 @@ class Collective:
 
     @functools.cached_property
     def alike(self) -> int:
-        """Bytes of which every rank knows the same number."""
+        """The number of bytes that all ranks know and compare."""
         return self.sent if self.agreed is None else self.agreed
 
     @functools.cached_property
     def counts_as(self) -> GroupName:
-        """The group with whose collectives its order is compared, see ``GroupName``."""
+        """The group whose collectives its order is compared with, see ``GroupName``."""
         return self.group.counts_as
 
 
@@ -145,7 +145,7 @@ MAX_TEXTS = 2000
 
 
 class FlightRecorder:
-    """What was issued, in order within each group of processes; the order between groups may differ by rank."""
+    """The issued collectives, in order within each process group; the order between groups may differ by rank."""
 
     def __init__(self, groups: Sequence[str]) -> None:
         self._texts = {group: deque[str](maxlen=MAX_TEXTS) for group in groups}
@@ -153,7 +153,7 @@ class FlightRecorder:
         self._digests = dict.fromkeys(groups, 0)
 
     def add(self, issued: Collective) -> None:
-        """``issued`` is issued now; other groups than those of the start are left out."""
+        """Record ``issued``, which is issued now; groups that were not passed at the start are ignored."""
         group = issued.counts_as
         if group in self._texts:
             self._texts[group].append(issued.summary)
@@ -161,20 +161,19 @@ class FlightRecorder:
             self._digests[group] = zlib.crc32(issued.summary.encode(), self._digests[group])
 
     def digest(self) -> Tensor:
-        """Of everything noted: uint8, 4 bytes per group."""
+        """Return the digest of everything recorded: uint8, 4 bytes per group."""
         return torch.tensor([*self._digests.values()], dtype=torch.int64).to(torch.uint32).view(torch.uint8)
 
     def texts(self) -> dict[str, tuple[int, list[str]]]:
-        """Per group how many are forgotten, and the last ``MAX_TEXTS``, which came after them."""
+        """Return, per group, how many records are forgotten, and the last ``MAX_TEXTS``, which came after them."""
         return {group: (self._counts[group] - len(texts), list(texts)) for group, texts in self._texts.items()}
 
 
 def first_difference(ranks: Sequence[Mapping[str, tuple[int, Sequence[str]]]]) -> tuple[int, str, str] | None:
-    """From each rank's ``texts``: (rank, what rank 0 issued, what it issued) where it first differs from rank 0.
+    """Return the first place at which a rank differs from rank 0: (rank, rank 0's collective, the rank's collective).
 
-    Both are numbered from 1, among all that were noted for their group.
-
-    Compared is from the first place on that neither has forgotten. None: the difference is older.
+    ranks: each rank's ``texts``. Both collectives are numbered from 1, among all records of their group. The comparison
+    starts at the first place that neither rank has forgotten. None: the difference is older.
     """
     for group, rank in itertools.product(ranks[0], range(1, len(ranks))):
         (ours_from, ours), (theirs_from, theirs) = ranks[0][group], ranks[rank][group]

@@ -1,11 +1,11 @@
-"""Control messages in frames of one length, so that ranks that send each other different ones find that out.
+"""Control messages in frames of one length, so ranks that send each other different messages find out.
 
 Must not know: groups, how frames travel.
 
-[Note: Frames] The backend of control data is gloo's, which ends a process where a message meets one of another length.
-So every rank's first frame has ``FRAME`` bytes: how long the message is, what kind of message, a text for errors, and
-as much of the message as there is room for. What is longer follows in a second exchange, when all know that they speak
-of the same. The kind is the text's first word, up to what ranks may give different values for: a path, an argument.
+[Note: Frames] Control data travels over gloo, which ends the process if a message meets one of another length. So every
+rank's first frame has ``FRAME`` bytes: the length of the message, its kind, a text for errors, and as much of the
+message as fits. The rest follows in a second exchange, when all ranks know that they exchange the same kind. The kind
+is the first word of the text. It ends before anything that may differ between ranks, such as a path or an argument.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from shardengine.errors import MismatchError
 
 FRAME = 4096
 _HEAD = 64
-"""A multiple of 8: what follows is read as numbers."""
+"""A multiple of 8: the data after it is read as numbers."""
 _TEXT = _HEAD - 8
 ROOM = FRAME - _HEAD
-"""Bytes of a message in its first frame: those of a step's of about 490 parameters."""
+"""Bytes of a message in its first frame: enough for the message of a step with about 490 parameters."""
 _WORD = re.compile(r"[\w.]+")
 
 
 def first_frame(message: Tensor, text: str, *, varies: bool) -> Tensor:
-    """Of ``message`` (uint8, flat). varies: ranks' messages may be of different lengths."""
+    """Return the first frame of ``message`` (uint8, flat). varies: ranks' messages may be of different lengths."""
     said = -1 - message.numel() if varies else message.numel()
     word = _WORD.match(text)
     kind = zlib.crc32(word[0].encode() if word is not None else b"")
@@ -40,9 +40,9 @@ def first_frame(message: Tensor, text: str, *, varies: bool) -> Tensor:
 
 
 def lengths(frames: Tensor, rank: int) -> Tensor:
-    """[ranks, FRAME], as ``first_frame`` makes them → how long each rank's message is, int32 [ranks].
+    """Return the length of each rank's message, int32 [ranks]. frames: [ranks, FRAME], from ``first_frame``.
 
-    ``MismatchError``, on every rank, where ranks sent each other different ones. rank: this one.
+    ``MismatchError``, on every rank, if ranks sent each other different messages. rank: this one.
     """
     heads = frames[:, :8].contiguous().view(torch.int32)
     said = heads[:, 0]
@@ -53,13 +53,17 @@ def lengths(frames: Tensor, rank: int) -> Tensor:
         texts = _text(frames[0]), _text(frames[other])
         raise MismatchError(
             f"rank 0 is in {texts[0]} where rank {other} is in {texts[1]}: expected every rank to make the same calls "
-            f"of the engine, in the same order (this is rank {rank}){after(*texts)}"
+            f"of the engine, in the same order (this is rank {rank}){after(*texts)}",
+            code="ranks-make-different-calls",
         )
     return torch.where(said < 0, -1 - said, said)
 
 
 def table(frames: Tensor, rests: Tensor | None, length: int) -> Tensor:
-    """Every rank's message, as far as the longest one goes: [ranks, length]. rests: [ranks, n], what has followed."""
+    """Return every rank's message, as long as the longest one: [ranks, length].
+
+    rests: [ranks, n], the second exchange.
+    """
     if rests is None:
         return frames[:, _HEAD : _HEAD + length]
     return torch.cat([frames[:, _HEAD:], rests], dim=1)

@@ -2,30 +2,30 @@
 
 Must not know: who uses them, when they end, which device a rank should use (devices).
 
-[Note: Groups of NCCL] Each is bound to the rank's GPU, so that torch makes its communicator at once, and has run a
-barrier before ``make`` returns: connections are made by the first collective, which else would be one of the first
-forward, after memory was measured. The default group has no communicator as long as nothing is sent over it, so
+[Note: Groups of NCCL] Each is bound to the rank's GPU, so torch makes its communicator at once, and has run a barrier
+before ``make`` returns. The barrier is the first collective, which makes the connections; otherwise the first forward
+would make them, after memory was measured. The default group has no communicator as long as nothing is sent over it. So
 nothing is: at the end ranks wait for each other over the store. Gathers have streams of high priority: their kernels
 start before the rest of a product that fills the GPU, while reductions have until the step.
-NCCL_LAUNCH_ORDER_IMPLICIT=1, by which kernels of two communicators start in the order of their calls, stays the
-user's to set: it is for GPUs on which the kernels of both do not fit at once, and costs every launch some time.
+NCCL_LAUNCH_ORDER_IMPLICIT=1 makes kernels of two communicators start in the order of their calls. The engine does not
+set it: it is for GPUs on which the kernels of both do not fit at once, and costs every launch some time.
 
-[Note: Who ends a wait] The engine's own error names the rank that is missing, NCCL's watchdog only ends the process. So
-its limit is ``_NCCL_LATER_S`` later than ``timeout_s``, when the watcher has broken off what is in flight.
-TORCH_NCCL_DUMP_ON_TIMEOUT=0, because what one rank's watchdog noticed would else end all others 8 minutes later through
-a key in the store, also those that trained on with new groups. TORCH_NCCL_ASYNC_ERROR_HANDLING stays as it is (3, under
-torchrun 1: the process ends): where the watcher cannot run, because the main thread waits for the GPU and holds
-Python's lock, nothing else helps, and with 2 the process would go on with what the broken collective left. The
-heartbeat (TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC, 480) watches torch's own thread and not the collectives, so it may be
-shorter than they. torch reads these variables when a group is made: a default process group that the caller has made
-keeps what was set before.
+[Note: Who ends a wait] The engine's own error names the missing rank; NCCL's watchdog only ends the process. So the
+watchdog's limit is ``_NCCL_LATER_S`` later than ``timeout_s``, when the watcher has already broken off the collectives
+in flight. TORCH_NCCL_DUMP_ON_TIMEOUT=0, because a timeout that one rank's watchdog noticed would otherwise end all
+others 8 minutes later through a key in the store, even those that continued with new groups.
+TORCH_NCCL_ASYNC_ERROR_HANDLING stays unchanged (3, under torchrun 1: the process ends). The watcher cannot run if the
+main thread waits for the GPU and holds Python's lock, and then nothing else helps. With 2 the process would continue
+with the output of the broken collective. The heartbeat (TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC, 480) watches torch's own
+thread and not the collectives, so it may be shorter than they. torch reads these variables when a group is made: a
+default process group that the caller has made keeps the earlier values.
 
-[Note: Aborting] ``destroy_process_group`` waits for the kernels of a group of NCCL, and one whose peer never came does
-not end by itself; everything that the GPU was given behind it waits, too. ``abort`` tells the kernels of one
-communicator to end and then may wait for the whole GPU, on which those of the other may still run. So both are aborted
-at the same time, each from a thread of its own: both are told before either waits. NCCL's group calls, which torch puts
-around the aborts of several groups, hold in the thread that makes them, and torch aborts each group in another one.
-A group that was aborted is aborted never again, and ``destroy_process_group`` then only forgets it.
+[Note: Aborting] ``destroy_process_group`` waits for the kernels of a group of NCCL. A kernel whose peer never came does
+not end by itself, and all later work of the GPU waits behind it. ``abort`` signals the kernels of one communicator to
+end and then may wait for the whole GPU, on which those of the other may still run. So both are aborted at the same
+time, each from a thread of its own: both are signalled before either waits. NCCL's group calls, which torch puts around
+the aborts of several groups, apply to the thread that makes them, and torch aborts each group in another one. An
+aborted group is never aborted again, and ``destroy_process_group`` then only forgets it.
 """
 
 from __future__ import annotations
@@ -66,13 +66,16 @@ class GroupName(enum.StrEnum):
 
     @property
     def counts_as(self) -> GroupName:
-        """Whose collectives these are compared with: every rank issues all kinds of gathers in one order, and all kinds
-        of reductions. Not so what follows another collective, across."""
+        """The group whose collectives these are compared with.
+
+        Every rank issues all kinds of gathers in one order, and all kinds of reductions. This does not hold for the
+        collectives across groups, each of which follows another collective.
+        """
         return _COUNTS_AS.get(self, self)
 
     @property
     def is_across(self) -> bool:
-        """Whether its ranks are those that have the same place in their node, or shard group."""
+        """Whether its ranks have the same place in their node or shard group."""
         return self in (GroupName.ACROSS, GroupName.GATHER_ACROSS, GroupName.EVALUATE_ACROSS)
 
 
@@ -87,15 +90,15 @@ OF_NODES = (GroupName.INSIDE, GroupName.ACROSS)
 
 
 Members = Mapping[GroupName, Sequence[Sequence[int]]]
-"""Of each name the ranks of every group."""
+"""The ranks of every group, by name."""
 
 
 class GroupKind:
     """Groups of gloo, on the CPU.
 
-    of_shard_groups: the groups of a hybrid mesh, each with a part of the ranks · breaks_off: whether what is in flight
-    after a fault has to be broken off before the groups can end, and a watcher has to look after hosts that wait for
-    their device.
+    of_shard_groups: the groups of a hybrid mesh, each with a part of the ranks · breaks_off: after a fault, collectives
+    in flight have to be broken off before the groups can end, and a watcher has to observe hosts that wait for their
+    device.
     """
 
     breaks_off = False
@@ -105,7 +108,10 @@ class GroupKind:
     )
 
     def make(self, timeout_s: float, device: torch.device, ranks: Sequence[int] = ()) -> dict[str, Any]:
-        """Those of a ``Mesh``, by field, ready for use; collective. ranks: of the default process group, () for all."""
+        """Return those of a ``Mesh``, by field, ready for use; collective.
+
+        ranks: of the default process group, () for all.
+        """
         names = (GroupName.GATHER, GroupName.REDUCE, GroupName.CONTROL, GroupName.EVALUATE)
         return {name.value: _new_group(ranks, **_gloo(timeout_s)) for name in names}
 
@@ -117,17 +123,19 @@ class GroupKind:
         *,
         alone: bool,
     ) -> dict[GroupName, Any]:
-        """Of each name the group that this rank is in, ready for use; collective. members: the ranks of each group ·
-        alone: only ranks of this rank's groups call this."""
+        """Return, for each name, the group that this rank is in, ready for use; collective.
+
+        members: the ranks of each group · alone: only ranks of this rank's groups call this.
+        """
         return _parts(members, lambda name: _gloo(timeout_s), alone=alone)
 
     def end(self, groups: Mapping[Any, Group]) -> None:
-        """They end; in the order of fields. What is in flight on a group of gloo is broken off by that."""
+        """End ``groups``, in the order of fields. This breaks off the collectives in flight on a group of gloo."""
         for group in groups.values():
             dist.destroy_process_group(group)
 
     def break_off(self, groups: Mapping[Any, Group]) -> None:
-        """What is in flight on them ends now, where ``breaks_off``; ``CommunicationError`` where that fails."""
+        """End the collectives in flight on ``groups`` now, if ``breaks_off``; ``CommunicationError`` if that fails."""
 
 
 class NcclGroupKind(GroupKind):
@@ -137,7 +145,7 @@ class NcclGroupKind(GroupKind):
     of_shard_groups = (GroupName.GATHER_INSIDE, GroupName.GATHER_ACROSS, *OF_NODES)
 
     def make(self, timeout_s: float, device: torch.device, ranks: Sequence[int] = ()) -> dict[str, Any]:
-        """As ``GroupKind.make``; all on ``device`` but that for decisions."""
+        """As ``GroupKind.make``; all are on ``device`` but the one for decisions."""
         kinds = {
             GroupName.GATHER: _nccl(timeout_s, device, high_priority=True),
             GroupName.REDUCE: _nccl(timeout_s, device, high_priority=False),
@@ -167,17 +175,18 @@ class NcclGroupKind(GroupKind):
         if problems:
             raise CommunicationError(
                 f"expected NCCL's communicators to end when they are aborted, got {'; '.join(problems)}: this process "
-                "cannot use its GPU again. Start the ranks again"
+                "cannot use its GPU again. Start the ranks again",
+                code="nccl-abort-failed",
             )
 
 
 def _new_group(ranks: Sequence[int], **options: Any) -> Any:
-    """Of some ranks, which alone call this, or with () of all.
+    """Return a group of ``ranks``, which alone call this, or of all ranks for ().
 
-    [Note: Names of groups] The members of a group find each other in the store by its name. Torch makes that of their
-    numbers and of how many groups the process knows, if only they take part: it is another one on ranks that are in
-    more groups, and one that was used already where groups have ended since, whose addresses are still there. So they
-    count, each for itself, the groups of these ranks that they have made.
+    [Note: Names of groups] The members of a group find each other in the store by its name. If only members take part,
+    torch makes the name from their numbers and from how many groups the process knows. That name differs on ranks that
+    are in more groups. It may also be the name of a group that has ended, whose addresses are still in the store. So
+    each member counts for itself the groups of these ranks that it has made.
     """
     if not ranks:
         return dist.new_group(**options)
@@ -197,7 +206,10 @@ def _parts(
     *,
     alone: bool,
 ) -> dict[GroupName, Any]:
-    """options: made for each group, because torch writes into those of NCCL."""
+    """Return the group of this rank for each name.
+
+    options: made for each group, because torch writes into those of NCCL.
+    """
     found: dict[GroupName, Any] = {}
     for name, groups in members.items():
         for ranks in groups:
@@ -211,14 +223,16 @@ def _parts(
 
 
 def _warm_up(groups: Iterable[Any], device: torch.device) -> None:
-    """Each sends once ([Note: Groups of NCCL])."""
+    """Send once over each group ([Note: Groups of NCCL])."""
     for group in groups:
         dist.barrier(group, device_ids=[device.index])
 
 
 class NamedGroupKind(GroupKind):
-    """Groups of another backend that torch knows by name, beside one of gloo for decisions (devices, [Note: Other
-    backends]). They end as those of gloo do."""
+    """Groups of another backend that torch knows by name, beside one of gloo for decisions.
+
+    They end as those of gloo do (devices, [Note: Other backends]).
+    """
 
     of_shard_groups = (GroupName.GATHER_INSIDE, GroupName.GATHER_ACROSS, *OF_NODES)
 
@@ -245,14 +259,14 @@ class NamedGroupKind(GroupKind):
 
 
 def kind_of(backend: str) -> GroupKind:
-    """The kind of the groups that ``backend`` has."""
+    """Return the kind of groups for ``backend``."""
     if backend == "nccl":
         return NcclGroupKind()
     return GroupKind() if backend in ("gloo", "none") else NamedGroupKind(backend)
 
 
 def nccl_defaults() -> None:
-    """What torch reads when it makes a group ([Note: Who ends a wait]), where the user has not said it."""
+    """Set the variables that torch reads when it makes a group, unless the user has ([Note: Who ends a wait])."""
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
 
 

@@ -1,11 +1,11 @@
-"""How fast a group is: the latency of a collective and its time per byte, measured in some milliseconds.
+"""The speed of a group: the latency of a collective and its time per byte, measured in some milliseconds.
 
-Owns: what is timed, and the fit. Must not know: what is chosen by it (``budget/bucket_sizes.py``).
+Owns: the measurement and the fit. Must not know: how the result is used (``budget/bucket_sizes.py``).
 
-[Note: Fit] A collective of B bytes is taken to last α + β·B. Two sizes are timed in turn, after a first time of each
-that does not count. A collective lasts as long as its slowest rank, so each time is the longest of all ranks; of these
-the shortest counts, because whatever disturbs a machine makes a time longer. The line through both sizes is the fit.
-Every rank exchanges its times with every other one, so all of them have the same fit to the last bit.
+[Note: Fit] The model is that a collective of B bytes lasts α + β·B. Two sizes are timed in turn; the first time of each
+does not count. A collective lasts as long as its slowest rank, so each time is the longest of all ranks. Of these the
+shortest counts, because any disturbance of a machine makes a time longer. The line through both sizes is the fit. Every
+rank exchanges its times with every other one, so all of them have the same fit to the last bit.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class GroupSpeed(NamedTuple):
 
 
 def measure_reduction(collectives: Collectives, dtype: torch.dtype) -> GroupSpeed:
-    """Of reductions of buckets whose gradients travel in ``dtype``; collective, of several ranks."""
+    """Measure reductions of buckets whose gradients travel in ``dtype``; collective, for several ranks."""
 
     def reduce(full: Tensor) -> Work:
         return collectives.move(full, Placement.PARTIAL, Placement.SHARDED, Named((), _WHAT), Purpose.CONTROL, _drop)
@@ -49,7 +49,7 @@ def measure_reduction(collectives: Collectives, dtype: torch.dtype) -> GroupSpee
 
 
 def measure_gathers(collectives: Collectives, dtype: torch.dtype) -> GroupSpeed:
-    """Of gathers of weights in ``dtype``; collective, of several ranks."""
+    """Measure gathers of weights in ``dtype``; collective, for several ranks."""
 
     def gather(full: Tensor) -> Work:
         return collectives.move(full, Placement.SHARDED, Placement.REPLICATED, Named((), _WHAT), Purpose.CONTROL)
@@ -58,7 +58,7 @@ def measure_gathers(collectives: Collectives, dtype: torch.dtype) -> GroupSpeed:
 
 
 def fit(times: Sequence[Sequence[float]], sizes: tuple[int, int]) -> GroupSpeed:
-    """From every rank's seconds, of the smaller size and of the larger one in turn ([Note: Fit])."""
+    """Return the fit of every rank's seconds, of the smaller and the larger size in turn ([Note: Fit])."""
     slowest = [max(each) for each in zip(*times, strict=True)]
     small, large = min(slowest[::2]), min(slowest[1::2])
     s_per_byte = max((large - small) / (sizes[1] - sizes[0]), LEAST_S_PER_BYTE)
@@ -85,4 +85,4 @@ def _measure(collectives: Collectives, dtype: torch.dtype, begin: Callable[[Tens
 
 
 def _drop(terms: Sequence[Tensor]) -> None:
-    """The sum of what was measured is of no use."""
+    """Drop the measured sum."""

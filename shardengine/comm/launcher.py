@@ -102,7 +102,7 @@ def host_threads(*, offloads: bool) -> int | None:
     said = os.environ.get(THREADS, "")
     if said:
         if not said.isdecimal() or int(said) < 1:
-            raise UsageError(f"{THREADS}: expected an integer >= 1, got {said!r}")
+            raise UsageError(f"{THREADS}: expected an integer >= 1, got {said!r}", code="launch-threads-invalid")
         return int(said)
     torchrun = {"TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE"} <= set(os.environ)
     if offloads and torchrun and os.environ.get("OMP_NUM_THREADS") == "1" and torch.get_num_threads() == 1:
@@ -124,11 +124,12 @@ def launch(fn: Callable[..., Any], ranks: int = 2, args: Sequence[Any] = ()) -> 
     and no other had one of its own.
     """
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
-        raise UsageError(f"launch: expected ranks to be an integer >= 1, got {ranks!r}")
+        raise UsageError(f"launch: expected ranks to be an integer >= 1, got {ranks!r}", code="launch-ranks-invalid")
     if os.environ.get(LAUNCHED):
         raise UsageError(
             "launch was called in a process that launch itself started. If this is a script, its start-up code runs "
-            'again in every rank: put the call under `if __name__ == "__main__":`'
+            'again in every rank: put the call under `if __name__ == "__main__":`',
+            code="launch-nested",
         )
     payload = _pack(fn, tuple(args))
     environment = {**rank_environment(ranks), **_device_environment(ranks), LAUNCHED: "1"}
@@ -166,7 +167,9 @@ def _device_environment(ranks: int) -> dict[str, str]:
         return {}
     reason = reason or f"torch has no NCCL for {visible} GPU(s)"
     if devices.wish() == "cuda":
-        raise UsageError(f"launch: {devices.WISH}=cuda expects a GPU for every rank, but {reason}")
+        raise UsageError(
+            f"launch: {devices.WISH}=cuda expects a GPU for every rank, but {reason}", code="launch-too-few-gpus"
+        )
     if visible:
         _log.warning(
             "launch: %s: the ranks compute on the CPU. Start at most %d; %s=cpu says that it is meant",
@@ -190,7 +193,9 @@ def _pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise UsageError(
             f"launch: {fn!r} cannot be sent to other processes ({error}); move the function to the top level of a "
-            "module and import it, or `pip install cloudpickle`, which sends lambdas and functions of notebooks as well"
+            "module and import it, or `pip install cloudpickle`, which sends lambdas and functions of notebooks as "
+            "well",
+            code="launch-function-not-sendable",
         ) from error
 
 

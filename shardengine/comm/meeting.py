@@ -80,7 +80,8 @@ def _wait_for_all(store: Any, number: int, timeout_s: float, watchdogs: list[Wat
             said = [failures.describe(missing) for failures in open_failures()[-1:]]
             raise CommunicationError(
                 f"initialize on rank {rank}: expected every rank to call it within {timeout_s:g} s. "
-                f"{said[0] if said else f'Missing: ranks {sorted(missing)}'}. Call it on every rank"
+                f"{said[0] if said else f'Missing: ranks {sorted(missing)}'}. Call it on every rank",
+                code="initialize-ranks-missing",
             )
         if lasted > watchdog.POST_AFTER_S:
             for each in watchdogs:
@@ -115,7 +116,8 @@ def _reachable() -> Iterator[None]:
     except RuntimeError as error:
         raise CommunicationError(
             f"initialize on rank {dist.get_rank()}: the store of the process group cannot be reached, its "
-            f"process may be gone: {str(error).splitlines()[0]}. Start the ranks again"
+            f"process may be gone: {str(error).splitlines()[0]}. Start the ranks again",
+            code="initialize-store-unreachable",
         ) from error
 
 
@@ -142,7 +144,8 @@ def meet(failures: Failures, what: str) -> None:
             end(failures)
             raise CommunicationError(
                 f"{what} on rank {mesh.rank}: expected every rank to call it, but {one_sentence(gone)}. Start the "
-                "ranks again"
+                "ranks again",
+                code="reset-ranks-left",
             )
         if here == others:
             return
@@ -151,7 +154,8 @@ def meet(failures: Failures, what: str) -> None:
             end(failures)
             raise CommunicationError(
                 f"{what} on rank {mesh.rank}: expected every rank to call it within {mesh.timeout_s:g} "
-                f"s. {failures.describe(others - came or others - here)}. Start the ranks again"
+                f"s. {failures.describe(others - came or others - here)}. Start the ranks again",
+                code="reset-ranks-missing",
             )
         time.sleep(pause)
         pause = min(0.5, 1.5 * pause)

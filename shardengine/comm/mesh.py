@@ -359,7 +359,7 @@ def _destroy_abandoned() -> None:
     calls = [functools.partial(mesh.break_off, "nobody uses these groups any more") for mesh in meshes]
     if problems := all_at_once(calls, _BREAKING_OFF_S):
         _abandoned.extend(left)  # the next one ends what is whole
-        raise CommunicationError("; ".join(problems))
+        raise CommunicationError("; ".join(problems), code="nccl-abort-failed")
     held: list[dist.ProcessGroup] = []
     for mesh in meshes:
         mesh.kind.end(mesh._groups())
@@ -408,7 +408,8 @@ def build(
         if "MASTER_ADDR" not in os.environ:
             raise UsageError(
                 "RANK and WORLD_SIZE are set but MASTER_ADDR is not: expected the environment of a launcher; start the "
-                "program with torchrun or `shardengine train`, or call torch.distributed.init_process_group first"
+                "program with torchrun or `shardengine train`, or call torch.distributed.init_process_group first",
+                code="launcher-without-master-addr",
             )
         choice, everyone = _join(device, timedelta(seconds=timeout_s))
         atexit.register(_leave)  # before that of failures, which needs the store and so comes first at the end
@@ -471,13 +472,20 @@ def _ranks_of(given: DeviceMesh | dist.ProcessGroup) -> tuple[list[int], int, to
     if len(shape) > 2 or _OTHERS & set(names):
         raise UsageError(
             'mesh: expected a DeviceMesh with one dimension, the data-parallel ranks, or two, ("replicate", "shard"), '
-            f"got {shown}; give the part that is data-parallel, mesh[name] or mesh[name, name]"
+            f"got {shown}; give the part that is data-parallel, mesh[name] or mesh[name, name]",
+            code="mesh-wrong-dimensions",
         )
     if given.get_coordinate() is None:
-        raise UsageError(f"mesh: expected a DeviceMesh with this rank ({dist.get_rank()}) in it, got {shown}")
+        raise UsageError(
+            f"mesh: expected a DeviceMesh with this rank ({dist.get_rank()}) in it, got {shown}",
+            code="mesh-without-this-rank",
+        )
     ranks = [int(rank) for rank in given.mesh.flatten().tolist()]
     if ranks != sorted(ranks):
-        raise UsageError(f"mesh: expected a DeviceMesh whose ranks ascend, got {given.mesh.tolist()}")
+        raise UsageError(
+            f"mesh: expected a DeviceMesh whose ranks ascend, got {given.mesh.tolist()}",
+            code="mesh-ranks-not-ascending",
+        )
     asks = given.device_type == "cpu" and torch.cuda.is_available()  # else it is the CPU anyway
     return ranks, shape[-1], torch.device("cpu") if asks else None
 
@@ -531,7 +539,8 @@ def _store(rank: int, ranks: int, timeout: timedelta, missing: set[int]) -> Any:
         raise CommunicationError(
             f"initialize on rank {rank}: {ranks} ranks did not meet at {place} within {timeout.total_seconds():g} s: "
             f"{str(error).splitlines()[0]}. Expected that the launcher starts all of them, that each calls initialize, "
-            "and that rank 0 has that address"
+            "and that rank 0 has that address",
+            code="initialize-ranks-missing",
         ) from error
     return store
 
@@ -575,7 +584,8 @@ def _settle(device: torch.device | None) -> _Chosen:
         raise UsageError(
             f"the default process group ({dist.get_backend_config()}) has no store, over which ranks agree and gloo "
             "connects them: expected one that init_process_group makes with a store, as it does for every backend but "
-            'mpi ("cpu:gloo,cuda:nccl", or none named)'
+            'mpi ("cpu:gloo,cuda:nccl", or none named)',
+            code="mesh-group-without-store",
         ) from error
     everyone = _exchange(key, devices.facts(device, dist.group.WORLD), rank, ranks, shared)
     choice = _use(_choose(everyone, rank), rank)
@@ -606,7 +616,8 @@ def _texts(key: str, mine: str, rank: int, ranks: int, shared: Any) -> list[str]
     except RuntimeError as error:
         raise CommunicationError(
             f"initialize on rank {rank}: {_missing(store, ranks)} where ranks say which GPUs they see: "
-            f"{str(error).splitlines()[0]}. Call it on every rank, or start the ranks again"
+            f"{str(error).splitlines()[0]}. Call it on every rank, or start the ranks again",
+            code="initialize-ranks-missing",
         ) from error
     return texts
 
@@ -666,7 +677,8 @@ def _fresh(shared: Any, rank: int, ranks: int, timeout: timedelta, missing: set[
         if time.monotonic() > deadline:
             raise CommunicationError(
                 f"ranks {sorted(missing)} of {ranks} did not come within {timeout.total_seconds():g} s of the start; "
-                "expected that the launcher starts all of them"
+                "expected that the launcher starts all of them",
+                code="initialize-ranks-missing",
             )
         time.sleep(0.01)
     return part

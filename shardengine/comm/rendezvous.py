@@ -64,7 +64,8 @@ def join() -> bool:
         if environment.get("WORLD_SIZE", found["WORLD_SIZE"]) != found["WORLD_SIZE"]:
             raise UsageError(
                 f"WORLD_SIZE is {environment['WORLD_SIZE']}, but the launcher started {found['WORLD_SIZE']} processes: "
-                "leave WORLD_SIZE unset, or set RANK as well"
+                "leave WORLD_SIZE unset, or set RANK as well",
+                code="launcher-world-size-differs",
             )
         environment.update({name: value for name, value in found.items() if name not in environment})
     if environment.get("LOCAL_WORLD_SIZE") == environment["WORLD_SIZE"]:  # one machine
@@ -141,7 +142,8 @@ def mpi_rank(environment: Mapping[str, str]) -> dict[str, str] | None:
             if not {"MASTER_ADDR", "MASTER_PORT"} <= set(environment):
                 raise UsageError(
                     f"mpirun started this process as rank {rank} of {ranks}, but not where the ranks meet: expected "
-                    "MASTER_ADDR (the host of rank 0) and MASTER_PORT in the environment of every rank"
+                    "MASTER_ADDR (the host of rank 0) and MASTER_PORT in the environment of every rank",
+                    code="launcher-without-master-addr",
                 )
             return _variables(rank, ranks, local_rank, local_ranks)
     return None
@@ -159,7 +161,10 @@ def slurm_rank(environment: Mapping[str, str]) -> dict[str, str] | None:
     if int(ranks) < 2:
         return None
     if int(rank) >= int(ranks):
-        raise UsageError(f"SLURM says that this is task {rank} of a step of {ranks} tasks: expected a smaller number")
+        raise UsageError(
+            f"SLURM says that this is task {rank} of a step of {ranks} tasks: expected a smaller number",
+            code="slurm-rank-beyond-tasks",
+        )
     found = _variables(rank, ranks, _need(environment, "SLURM_LOCALID"), _slurm_local_ranks(environment))
     if "MASTER_ADDR" not in environment:
         found["MASTER_ADDR"] = first_host(_need(environment, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"))
@@ -173,7 +178,10 @@ def first_host(nodes: str) -> str:
     """The first host of a SLURM node list: ``node[01-03,07],gpu5`` → ``node01``, ``r[2-3]n[0-7]`` → ``r2n0``."""
     first = re.match(r"((?:[^,\[\]\s]|\[[^,\[\]-]+[^\[\]]*\])+)(?:,|$)", nodes)
     if first is None:
-        raise UsageError(f"expected a SLURM node list such as node[01-03,07],gpu5, got {nodes!r}; set MASTER_ADDR")
+        raise UsageError(
+            f"expected a SLURM node list such as node[01-03,07],gpu5, got {nodes!r}; set MASTER_ADDR",
+            code="slurm-node-list-unreadable",
+        )
     return re.sub(r"\[([^,\[\]-]+)[^\[\]]*\]", r"\1", first[1])
 
 
@@ -183,10 +191,16 @@ def tasks_on(node: int, tasks: str) -> str:
     for part in tasks.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if match is None:
-            raise UsageError(f"expected SLURM's tasks per node such as 2(x3),1, got {tasks!r}; set LOCAL_WORLD_SIZE")
+            raise UsageError(
+                f"expected SLURM's tasks per node such as 2(x3),1, got {tasks!r}; set LOCAL_WORLD_SIZE",
+                code="slurm-tasks-unreadable",
+            )
         counts += [match[1]] * int(match[2] or 1)
     if node >= len(counts):
-        raise UsageError(f"SLURM_NODEID is {node}, but {tasks!r} are the tasks of {len(counts)} nodes")
+        raise UsageError(
+            f"SLURM_NODEID is {node}, but {tasks!r} are the tasks of {len(counts)} nodes",
+            code="slurm-node-beyond-tasks",
+        )
     return counts[node]
 
 
@@ -212,5 +226,6 @@ def _need(environment: Mapping[str, str], *names: str) -> str:
             return environment[name]
     raise UsageError(
         f"SLURM_STEP_ID says that this process is a task of a step, but {' and '.join(names)} is not set: expected "
-        "srun's own environment; start it with srun, or with torchrun, or unset SLURM_STEP_ID"
+        "srun's own environment; start it with srun, or with torchrun, or unset SLURM_STEP_ID",
+        code="slurm-step-incomplete",
     )

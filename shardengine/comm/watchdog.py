@@ -144,7 +144,7 @@ class Watchdog:
 
     def _raise_stuck(self, stuck: dict[int, Waiting]) -> None:
         if stuck:
-            raise MismatchError(_describe_deadlock(stuck))
+            raise MismatchError(_describe_deadlock(stuck), code="ranks-wait-for-each-other")
 
     def look_for_departures(self) -> None:
         """The wait has failed: as ``look`` where that is because a rank has left."""

@@ -183,7 +183,9 @@ class CollectiveLedger:
         try:
             works = call()
         except RuntimeError as error:
-            raise CommunicationError(f"{record.describe(self.mesh.rank)} failed: {error}") from error
+            raise CommunicationError(
+                f"{record.describe(self.mesh.rank)} failed: {error}", code="collective-failed"
+            ) from error
         if self._watcher is not None and of.begun_here and of.group is not GroupName.CONTROL:
             self._watcher.issued(record, works[-1])
         if start is not None:
@@ -268,7 +270,9 @@ def wait_for(
     try:
         work.wait()
     except RuntimeError as error:
-        raise CommunicationError(f"{record.describe(failures.mesh.rank)} failed: {error}") from error
+        raise CommunicationError(
+            f"{record.describe(failures.mesh.rank)} failed: {error}", code="collective-failed"
+        ) from error
 
 
 def explain(error: BaseException, record: CollectiveRecord, failures: Failures) -> None:
@@ -279,7 +283,9 @@ def explain(error: BaseException, record: CollectiveRecord, failures: Failures) 
     watchdog = Watchdog(failures, record.waiting(rank))
     try:
         watchdog.look_for_departures()
-        raise CommunicationError(f"{record.describe(rank)} failed: {error}. {watchdog.diagnosis()}") from error
+        raise CommunicationError(
+            f"{record.describe(rank)} failed: {error}. {watchdog.diagnosis()}", code="collective-failed"
+        ) from error
     except (CommunicationError, MismatchError) as raised:
         failures.give_up(str(raised))
         raise
@@ -320,7 +326,8 @@ def _wait_under_watchdog(
             if watchdog.overdue:
                 raise CommunicationError(
                     f"{record.describe(rank)}{watchdog.in_call} did not end within {failures.mesh.timeout_s:g} s. "
-                    f"{watchdog.late(_diagnosis(watchdog, record))}"
+                    f"{watchdog.late(_diagnosis(watchdog, record))}",
+                    code="collective-timed-out",
                 )
             _ended(work, meanwhile)
         try:
@@ -329,7 +336,7 @@ def _wait_under_watchdog(
             watchdog.look_for_departures()
             diagnosis = watchdog.late(watchdog.diagnosis()) if watchdog.overdue else watchdog.diagnosis()
             what = f"{record.describe(rank)}{watchdog.in_call}"
-            raise CommunicationError(f"{what} failed: {error}. {diagnosis}") from error
+            raise CommunicationError(f"{what} failed: {error}. {diagnosis}", code="collective-failed") from error
     except (CommunicationError, MismatchError) as error:
         failures.give_up(str(error))
         raise

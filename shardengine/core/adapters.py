@@ -1,15 +1,14 @@
-"""What peft saves of a model: which parameters, and what it computes from weights for that. Owns: asking peft.
+"""The parameters that peft saves of a model, and the values that it computes from weights to save them.
 
-Must not know: files. peft is imported where a model has its adapters; without this file these would be saved as any
-other part of a model.
+Owns: the questions to peft. Must not know: files. peft is imported only if a model has its adapters.
 
-[Note: What peft saves] That is more than what is trained: embeddings and output layer of a vocabulary that was resized,
-adapters that are not the active one, halves of adapters that were frozen. Which, depends on files of the base model, so
-rank 0 asks and tells the others. peft is shown names and shapes.
+[Note: What peft saves] peft saves more than the trained parameters: the embeddings and the output layer of a resized
+vocabulary, adapters that are not active, and frozen halves of adapters. The choice depends on files of the base model.
+So rank 0 asks peft and sends the answer to the others. peft gets names and shapes only.
 
-[Note: Prompts] What prompt and prefix tuning save is the output of a small module. Frameworks let rank 0 alone save;
-where weights are sharded no rank can run a module alone. So every rank runs it when it gives whole weights away, and
-peft finds the result, until the engine is called the next time.
+[Note: Prompts] Prompt and prefix tuning save the output of a small module. Frameworks let rank 0 alone save, but if
+weights are sharded no rank can run a module alone. So every rank runs that module when the engine returns whole
+weights. peft finds the result until the next call of the engine.
 """
 
 from __future__ import annotations
@@ -30,8 +29,10 @@ _PROMPT = "get_prompt_embedding_to_save"
 
 
 def saved(core: Core, module: nn.Module) -> frozenset[str]:
-    """The names of the parameters of ``module`` that peft saves, trained or not ([Note: What peft saves]); collective
-    where it has adapters."""
+    """Return the names of the parameters of ``module`` that peft saves, trained or not ([Note: What peft saves]).
+
+    Collective if ``module`` has adapters.
+    """
     adapted = dict(_adapted(module))
     if not adapted:
         return frozenset()
@@ -47,7 +48,10 @@ def saved(core: Core, module: nn.Module) -> frozenset[str]:
 
 
 def compute(core: Core, module: nn.Module) -> None:
-    """Where weights are sharded, what peft computes when it saves ``module``; collective there ([Note: Prompts])."""
+    """Compute the values that peft saves of ``module`` ([Note: Prompts]).
+
+    Does nothing unless weights are sharded. Collective if they are.
+    """
     if not core.stage.moves_weights:
         return
     for _, part in _adapted(module):
@@ -60,8 +64,11 @@ def compute(core: Core, module: nn.Module) -> None:
 
 
 def show(core: Core, module: nn.Module, state: dict[str, Any]) -> None:
-    """Where weights are sharded, the parameters of prompts show the values that ``state`` has, until the engine is
-    called the next time: some methods save these themselves, whatever state dict they are given."""
+    """Let the parameters of prompts show their values in ``state`` until the engine's next call, if weights are
+    sharded.
+
+    Some methods save these parameters directly and ignore the state dict that they are passed.
+    """
     if not core.stage.moves_weights or not state:
         return
     for prefix, part in _adapted(module):
@@ -74,36 +81,39 @@ def show(core: Core, module: nn.Module, state: dict[str, Any]) -> None:
 
 
 def for_every_rank(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """``state``, a whole state dict on rank 0 and {} elsewhere. There, where ``module`` has adapters, names and shapes:
-    frameworks let every rank ask peft what to save, which looks for them."""
+    """Return ``state`` on rank 0; elsewhere a dict of names and shapes if ``module`` has adapters, else {}.
+
+    state: a whole state dict on rank 0, {} elsewhere. Frameworks let every rank ask peft for the names to save, and
+    peft looks them up in this dict.
+    """
     return state if state or not dict(_adapted(module)) else _shapes(module)
 
 
 class _Computed:
-    """A handle of what ``part`` answers peft."""
+    """A handle that removes the computed prompts of ``part``."""
 
     def __init__(self, part: nn.Module) -> None:
         self._part = part
 
     def remove(self) -> None:
-        """It computes again."""
+        """``part`` computes its prompts again."""
         vars(self._part).pop(_PROMPT, None)
 
 
 class _Shown:
-    """A handle of what ``module`` shows in the place of a parameter."""
+    """A handle that removes the value which ``module`` shows instead of a parameter."""
 
     def __init__(self, module: nn.Module, attribute: str) -> None:
         self._module = module
         self._attribute = attribute
 
     def remove(self) -> None:
-        """It shows the parameter."""
+        """``module`` shows the parameter again."""
         vars(self._module).pop(self._attribute, None)
 
 
 def _adapted(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The outermost parts of ``module`` that have adapters, each with what stands before its names."""
+    """The outermost parts of ``module`` that have adapters, each with the prefix of its names."""
     found: list[str] = []
     for name, part in module.named_modules():
         prefix = name and f"{name}."
@@ -113,7 +123,7 @@ def _adapted(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _asked(part: Any) -> list[str]:
-    """The names in the state dict of ``part`` that are in its adapters' files."""
+    """The names in the state dict of ``part`` that the files of its adapters contain."""
     import peft
 
     shown = _shapes(part)
@@ -121,10 +131,10 @@ def _asked(part: Any) -> list[str]:
     found: list[str] = []
     for adapter in part.peft_config:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # peft says it again when it saves
+            warnings.simplefilter("ignore")  # peft repeats these warnings when it saves
             try:
                 kept = peft.get_peft_model_state_dict(part, state_dict=shown, adapter_name=adapter)
-            except Exception as error:  # of a method that computes what cannot be computed from shapes
+            except Exception as error:  # a method that needs values, not only shapes
                 _log.warning("what peft saves of %r cannot be asked (%s): what is trained is saved", adapter, error)
                 continue
         found += [name_of[id(value)] for value in kept.values() if id(value) in name_of]

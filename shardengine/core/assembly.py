@@ -1,6 +1,6 @@
-"""Putting the parts of one engine together, in order: analyse → agree → place → reducer → schedule → hooks.
+"""Builds the parts of one engine, in order: analyse → agree → place → reducer → schedule → hooks.
 
-Must not know: steps, the user's loop, what the parts do afterwards.
+Must not know: steps, the user's loop, the work of the parts after that.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _look(
     trial: KernelTrial,
     source: Source | None,
 ) -> tuple[Partition, kernels.Offers]:
-    """What one rank alone finds out about the model and the machine, or refuses."""
+    """The checks of model and machine that one rank does alone: returns the partition and the kernels, or raises."""
     if (left := LeftShards.on(model)) is not None:
         left.check(model, mesh.rank, mesh.ranks, mesh.platform)
     for name, buffer in model.named_buffers():
@@ -96,7 +96,9 @@ def _look(
         if buffer.is_meta and mesh.rank == 0 and trial.device.type != "meta" and not given:
             raise UsageError(
                 f"buffer {name!r} is on the meta device, it has no values: expected one with values on rank 0; "
-                "to_empty does not fill it, so compute it anew as the model's __init__ does (from_pretrained does that)"
+                "to_empty does not fill it, so compute it anew as the model's __init__ does (from_pretrained does "
+                "that)",
+                code="model-buffer-without-values",
             )
     _refuse_adalora(model)
     units = config.zero_optimization.units
@@ -124,7 +126,8 @@ def _look(
         if source is not None and parameter.is_meta and not source.gives(parameter):
             raise UsageError(
                 f"parameter {name!r} has no values, and neither weights= nor how it was made gives any: a parameter of "
-                "several tensors (a quantised one) is expected with its values, on every rank"
+                "several tensors (a quantised one) is expected with its values, on every rank",
+                code="model-weights-without-values",
             )
     found = replace(found, source=source)
     if stage.steps_everything:
@@ -135,8 +138,10 @@ def _look(
 
 
 def _refuse_adalora(model: nn.Module) -> None:
-    """``UsageError`` for an adapter of peft's that is to be trained and whose own code writes weights and reads whole
-    gradients in every step."""
+    """Raise ``UsageError`` for a trainable AdaLoRA adapter of peft.
+
+    Its own code writes weights and reads whole gradients in every step.
+    """
     for module in model.modules():
         adapters = getattr(module, "peft_config", None)
         for name, adapter in adapters.items() if isinstance(adapters, dict) else ():
@@ -145,7 +150,8 @@ def _refuse_adalora(model: nn.Module) -> None:
                 raise UsageError(
                     f"the adapter {name!r} is AdaLoRA, whose update_and_allocate() reads whole gradients in every step "
                     "and writes weights, which at no stage the engine's optimizer would know of: expected another "
-                    "adapter, as of peft.LoraConfig, whose ranks are fixed"
+                    "adapter, as of peft.LoraConfig, whose ranks are fixed",
+                    code="model-adapter-adalora",
                 )
 
 
@@ -158,10 +164,10 @@ def build(
     kind: str | None = None,
     source: Source | None = None,
 ) -> Core:
-    """Partition ``model`` as ``config`` says and attach to it.
+    """Partition ``model`` as ``config`` says, and attach to it; collective.
 
-    groups: the optimizer's, over its parameters · needs: what it needs of the layout · kind: its name, None for none ·
-    source: gives the values of what has none on any rank.
+    groups: the optimizer's groups over its parameters · needs: the optimizer's requirements on the layout · kind: the
+    optimizer's name, None for none · source: provides the values of parameters that have none on any rank.
     """
     zero = config.zero_optimization
     stage = stages.select(config, mesh.replicas)
@@ -212,7 +218,7 @@ def build(
 
 
 def _choose_sizes(config: Config, stage: stages.Stage, found: Partition, collectives: Collectives) -> BucketSizes:
-    """What counts where the config says "auto" of sizes of buckets, the same on every rank; collective."""
+    """The bucket sizes for keys that are "auto" in the config, the same on every rank; collective."""
     zero = config.zero_optimization
     trained = [spec for spec in found.specs if spec.trainable]
     reduces = zero.reduce_bucket_size == "auto" and bool(trained)
@@ -238,10 +244,10 @@ def _choose_sizes(config: Config, stage: stages.Stage, found: Partition, collect
 
 
 def lay_out(config: Config, mesh: Mesh, found: Partition, needs: Needs, order: Sequence[int] = ()) -> Layout:
-    """The layout of the parameters ``found``. order: in which their gradients come, where that was seen."""
+    """The layout of the parameters ``found``. order: their order by arrival of gradients, if it is known."""
     cap, align = settled(config.zero_optimization.reduce_bucket_size), mesh.platform.alignment
     hook, coding = comm_hook_of(config), weight_coding_of(config)
-    if coding is not None:  # frozen weights, too, begin with a block
+    if coding is not None:  # frozen weights also begin with a block
         align = max(align, coding.block * max((spec.itemsize for spec in found.specs), default=1))
     block, families = max(needs.block, 1 if hook is None else hook.block), needs.families
     came = {parameter: place for place, parameter in enumerate(order)}
@@ -258,7 +264,7 @@ def comm_hook_of(config: Config) -> CommHook | None:
 
 
 def weight_coding_of(config: Config) -> CommHook | None:
-    """What weights travel as, see ``comm_hooks``; None: as they are."""
+    """The coding of weights on the wire, see ``comm_hooks``; None: they travel unchanged."""
     return comm_hooks.BlockHook("int8") if config.zero_optimization.zero_quantized_weights else None
 
 
@@ -271,7 +277,7 @@ def _assemble(
     footprint: Footprint,
     tiers: Tiers,
 ) -> Core:
-    """Place the weights of ``model``, wire what moves them, attach."""
+    """Place the weights of ``model``, connect the parts that move them, and attach the hooks."""
     stage, plan, which = footprint.stage, footprint.layout, footprint.precision
     homes = tiers.homes([bucket.length for bucket in plan.buckets], footprint.on_device)
     if collectives.mesh.rank == 0:
@@ -293,8 +299,8 @@ def _assemble(
         buffers = BufferSync(model, collectives)
         placing.place_buffers(model, collectives.mesh, found.source)
         buffers.broadcast(persistent_only=False)
-        found = replace(found, source=None)  # which knows how the model was made
-        collectives.mesh.platform.free_cached()  # where the model lay, and between what lies there now
+        found = replace(found, source=None)  # it knows how the model was made
+        collectives.mesh.platform.free_cached()  # the model's old memory, and the gaps between new tensors
     mesh = collectives.mesh
     groups = Replicas(config.comm_hook, mesh.rank, mesh.ranks, mesh.replicas)
     window = Window(config.gradient_accumulation_steps or 1, managed=config.managed_gradient_accumulation)
@@ -310,7 +316,7 @@ def _assemble(
 
 
 def _begin(source: Source, collectives: Collectives) -> None:
-    """Values that are drawn will be those of rank 0's random states, on every rank."""
+    """Begin drawing initial values from the random states of rank 0, on every rank; collective."""
     rows = [[number, state.numpy().tobytes().hex()] for number, state in source.states()]
     states = [
         (number, torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8))
@@ -320,12 +326,12 @@ def _begin(source: Source, collectives: Collectives) -> None:
 
 
 def sent(rules: Rules, plan: Layout) -> set[torch.dtype]:
-    """The dtypes in which gradients are sent."""
+    """The dtypes of the gradients while they are sent."""
     return {wire_of(rules, each) for each in plan.flat_buffers if each.trainable}
 
 
 def _tell_sums(config: Config, collectives: Collectives, sent: Collection[torch.dtype]) -> None:
-    """Warn where the config asks in vain for sums in two steps, or for the backend's own. sent: as the function."""
+    """Warn if the config asks in vain for sums in two steps, or for the backend's own sums. sent: as the function."""
     mesh = collectives.mesh
     if mesh.rank or mesh.ranks == 1:
         return
@@ -373,7 +379,7 @@ def _footprint(
     needs: Needs,
     collectives: Collectives,
 ) -> Footprint:
-    """What decides the bytes of an engine that is not placed yet. needs: as in ``build``."""
+    """The facts that determine the bytes of an engine that is not placed yet. needs: as in ``build``."""
     which, hook = precision.of(config), comm_hook_of(config)
     return Footprint(
         stage,
@@ -394,7 +400,7 @@ def _footprint(
 
 
 def _free_bytes(platform: Platform, found: Partition) -> int:
-    """Bytes of the device's memory that nothing holds but the parameters, which are let go of as they are placed.
+    """Bytes of the device's memory that are free, or held by parameters, whose memory is freed as they are placed.
 
     ``ConfigError`` for a CPU, whose memory is the host's.
     """
@@ -410,7 +416,10 @@ def _free_bytes(platform: Platform, found: Partition) -> int:
 
 
 def _open_tiers(config: Config, collectives: Collectives, found: Partition, unfinished: ExitStack) -> Tiers:
-    """The tiers, which ``unfinished`` closes; the memory for which a ratio is to be found is the same on every rank."""
+    """Open the tiers, which ``unfinished`` closes; collective.
+
+    If the ratio is "auto", every rank chooses it for the same memory: the smallest free memory of all ranks.
+    """
     zero, mesh = config.zero_optimization, collectives.mesh
     wanted = zero.offload_optimizer
     measures = wanted.ratio == "auto" and wanted.device_memory is None
@@ -427,10 +436,10 @@ def _open_tiers(config: Config, collectives: Collectives, found: Partition, unfi
 
 
 def _give_threads(rank: int, *, offloads: bool) -> None:
-    """If the host steps, its kernels take the cores that torchrun's OMP_NUM_THREADS=1 would leave idle."""
+    """If the host computes the update, let its kernels use the cores that torchrun's OMP_NUM_THREADS=1 leaves idle."""
     threads = host_threads(offloads=offloads)
     if threads is None:
-        return  # another engine of the process may have said how many
+        return  # another engine of the process may have set the number
     kernels.use_threads(threads)
     if rank == 0:
         _log.info(
@@ -440,7 +449,7 @@ def _give_threads(rank: int, *, offloads: bool) -> None:
 
 
 def succeed(core: Core, model: nn.Module, config: Config, found: Partition, plan: Layout, units: list[Unit]) -> Core:
-    """The core that takes the place of ``core``, whose hooks are off, with a new layout and ``units`` made for it."""
+    """The core that replaces ``core``, with a new layout and its ``units``. The hooks of ``core`` are off already."""
     reducer, schedule = _drive(config, core.stage, core.collectives, core.pool, plan, units, core.step_state)
     reducer.take_over(core.reducer, core.layout)
     deferred_gather, blocks = _expect(config, core.stage, core.collectives, model, found, units)
@@ -461,7 +470,7 @@ def succeed(core: Core, model: nn.Module, config: Config, found: Partition, plan
 
 
 def rules_of(config: Config, stage: stages.Stage, ranks: int) -> Rules:
-    """What stage and config say about gradients."""
+    """The rules for gradients that follow from stage and config."""
     which = precision.of(config)
     several = (config.gradient_accumulation_steps or 1) > 1
     hook = comm_hook_of(config)
@@ -487,7 +496,7 @@ def _drive(
     units: list[Unit],
     step_state: StepState,
 ) -> tuple[Reducer, Schedule]:
-    """What moves the gradients and the weights of ``units``."""
+    """The reducer and the schedule, which move the gradients and the weights of ``units``."""
     by_index = {b.layout.index: b for unit in units for flat in unit.flat_buffers for b in flat.buckets}
     buckets = [by_index[index] for index in range(len(plan.buckets))]
     members = {member.index: member.parameter for unit in units for member in unit.members}
@@ -508,7 +517,7 @@ def _keep_written(
     schedule: Schedule,
     deferred_gather: DeferredGather | None,
 ) -> WrittenWeights:
-    """What the user's code writes into the weights that ``schedule`` moves is kept."""
+    """The part that keeps the values which user code writes into weights that ``schedule`` moves."""
     coded = weight_coding_of(config) is not None and collectives.mesh.ranks > 1
     written = WrittenWeights(schedule.units, plan, found, schedule.step_state, deferred_gather, coded=coded)
     schedule.tell(written)
@@ -523,7 +532,7 @@ def _expect(
     found: Partition,
     units: list[Unit],
 ) -> tuple[DeferredGather | None, list[tuple[str, nn.Module]]]:
-    """What waits for stepped weights (``overlap_param_gather``), and the modules that are hooked one by one."""
+    """The gather that waits for stepped weights (``overlap_param_gather``), and the modules that are hooked one by one."""
     if not config.overlap_param_gather or not stage.publishes_after_step or collectives.mesh.ranks == 1:
         return None, found.units
     blocks, block_of = partition.find_blocks(
@@ -550,7 +559,7 @@ def _attach(core: Core, model: nn.Module, units: list[tuple[str, nn.Module]]) ->
             core.attachments.handles.extend(hooks.attach_deferred_gather(core.deferred_gather, model, modules))
         return
     if core.mesh.ranks > 1 and "generate" in dir(model):
-        # transformers then keeps ranks in step whose texts end at different lengths; each forward gathers from all
+        # transformers then runs as many forwards on every rank, even if texts differ in length: each one gathers
         core.attachments.mark(model)
     for module, index in modules.items():
         if is_lookup(module):
@@ -561,11 +570,14 @@ def _attach(core: Core, model: nn.Module, units: list[tuple[str, nn.Module]]) ->
 
 
 def _attach_state_dicts(core: Core, model: nn.Module) -> None:
-    """Weights that rest sharded have no values in a state dict, and take none from one."""
+    """Sharded weights have no values in a state dict, and take none from one."""
     places = {id(member.parameter): (unit, member.index) for unit in core.units for member in unit.members}
 
     def value_of(parameter: nn.Parameter) -> Tensor | None:
-        """In a state dict: what is not summoned has none; the memory of a unit that is gathered now is taken back."""
+        """The tensor for ``parameter`` in a state dict: a stand-in without values unless it is summoned.
+
+        This also holds while its unit is gathered, because that memory is freed afterwards.
+        """
         if (given := core.attachments.whole.get(id(parameter))) is not None:
             return given
         for path, each in inner.parts_of(parameter):
@@ -581,7 +593,8 @@ def _attach_state_dicts(core: Core, model: nn.Module) -> None:
             if unit and unit.state is UnshardState.SHARDED and not (core.attachments.reads or unit.is_summoned(index)):
                 raise UsageError(
                     "load_state_dict() while the weights are sharded would be lost: call engine.load_state_dict(...), "
-                    "or load it inside `with engine.full_params(writable=True):`, on every rank, or before initialize"
+                    "or load it inside `with engine.full_params(writable=True):`, on every rank, or before initialize",
+                    code="state-dict-into-sharded-weights",
                 )
 
     core.attachments.handles.extend(hooks.attach_state_dict_names(model, value_of))
@@ -589,7 +602,7 @@ def _attach_state_dicts(core: Core, model: nn.Module) -> None:
 
 
 def _classes_of(model: nn.Module) -> dict[str, str]:
-    """Each parameter's name → the class of the module that has it."""
+    """Each parameter's name → the class name of its module."""
     return {
         name + path: type(model.get_submodule(name.rpartition(".")[0])).__name__
         for name, parameter in model.named_parameters()
@@ -598,7 +611,7 @@ def _classes_of(model: nn.Module) -> dict[str, str]:
 
 
 def _watch(core: Core, model: nn.Module, modules: dict[nn.Module, int]) -> None:
-    """Weights that rest sharded are found by who reads them, also outside of their unit's forward."""
+    """Notice reads of sharded weights outside of their unit's forward."""
     unit_of = {id(member.parameter): unit.index for unit in core.units for member in unit.members}
     names = core.partition.first_names()
     told: set[int] = set()
@@ -631,8 +644,10 @@ def _checkpoint_activations(core: Core, model: nn.Module, config: Config) -> Non
 
 
 def _without_caches(model: nn.Module) -> list[Any]:
-    """Hugging Face configs in ``model`` that asked for a cache of keys and values, which no checkpointed block can
-    fill; they do not any more. What a call asks for by itself is refused there."""
+    """Turn off ``use_cache`` in the Hugging Face configs of ``model``, and return the configs that had it on.
+
+    A checkpointed block cannot fill a cache of keys and values. A call that asks for a cache itself raises there.
+    """
     configs = {id(found): found for module in model.modules() if (found := getattr(module, "config", None)) is not None}
     asking = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
     for config in asking:

@@ -1,11 +1,11 @@
-"""The end of an engine: the module is an ordinary one again, or one whose weights stay sharded for the next engine; and
-everything else is let go of, also after a failure.
+"""The end of an engine, also after a failure: gives back the module and frees everything else.
 
-Must not know: what the engine was used for.
+The module is an ordinary one again, or its weights stay sharded for the next engine. Must not know: the use of the
+engine before.
 
-[Note: Collective or not] The end has collectives where weights are gathered, where a save has to be told of on all
-ranks, and where the default process group is ours. Ranks meet before those, through the store: a rank that still trains
-would take the gathers of an end for its own.
+[Note: Collective or not] The end has collectives if weights are gathered, if the result of a save is reported on all
+ranks, and if the engine made the default process group. Ranks meet through the store before those collectives.
+Otherwise a rank that still trains would take the gathers of an end for its own.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _APART = (
 
 
 def _first_error() -> BaseException | None:
-    """What is on its way, or being handled, on this rank; None where that is no failure."""
+    """The exception that this rank is handling, or that is passing through; None if it is no failure."""
     error = sys.exception()
     ends_well = isinstance(error, StopIteration | StopAsyncIteration | GeneratorExit) or (
         isinstance(error, SystemExit) and not error.code
@@ -42,8 +42,7 @@ def _first_error() -> BaseException | None:
 
 @contextmanager
 def behind_the_first_error() -> Iterator[None]:
-    """In a ``finally`` or an ``except`` the error that is there already stays the one that is seen: one that is raised
-    inside of this is logged."""
+    """Keep the first error: if one is being handled already, log an error from this ``with`` instead of raising it."""
     first = _first_error()
     try:
         yield
@@ -54,9 +53,9 @@ def behind_the_first_error() -> Iterator[None]:
 
 
 def part(core: Core, *, saves: bool) -> str:
-    """Say that this rank closes its engine, and wait for the others where that is needed ([Note: Collective or not]).
+    """Report that this rank closes its engine, and wait for the others if necessary ([Note: Collective or not]).
 
-    "" where all that follows may be collective; otherwise why not. saves: some are to tell.
+    Returns "" if all that follows may be collective, otherwise the reason why not. saves: there are saves to report.
     """
     failures = core.collectives.failures
     failures.leave("has closed its engine", Presence.CLOSING, error=_first_error())
@@ -70,19 +69,20 @@ def part(core: Core, *, saves: bool) -> str:
 def dissolve(core: Core, model: nn.Module, *, restore: bool = True, ends_groups: bool = True, alone: str = "") -> None:
     """Take the hooks off and give every parameter of ``model`` whole weights in memory of its own; collective.
 
-    restore: False leaves weights that are sharded as they are, for the next engine (sharding/left_shards.py).
+    restore: False leaves sharded weights as they are, for the next engine (sharding/left_shards.py) · ends_groups: also
+    end process groups that the mesh owns · alone: the reason why the other ranks are not here. If weights would have to
+    be gathered then, it raises ``CommunicationError``.
 
-    Who holds a view of the old memory keeps it. Weights in host memory, for which there was no room, become the
-    parameters' on the host. Where weights cannot be read or gathered, those parameters stay without. Everything else is
-    let go of before the error is raised. ends_groups: owned process groups end, too. alone: why the other ranks are not
-    here; ``CommunicationError`` where weights would have to be gathered.
+    A view of the old memory stays valid. Weights in host memory that do not fit onto the device become parameters on
+    the host. Parameters whose weights cannot be read or gathered stay without. Everything else is freed before an error
+    is raised.
     """
     if core.step_state.replicas.since and core.mesh.rank == 0:
         _log.warning(_APART)
     core.attachments.unhook()
     core.reducer.early_use.wait()
     orderly = left = False
-    with ExitStack() as last:  # each of these is done whatever the others raise, from the last one up
+    with ExitStack() as last:  # each of these runs even if others raise, last one first
         if ends_groups and core.mesh.owned:
             last.callback(lambda: core.mesh.destroy(orderly=orderly))
         last.callback(core.attachments.unmark)
@@ -94,7 +94,9 @@ def dissolve(core: Core, model: nn.Module, *, restore: bool = True, ends_groups:
                 core.mesh.break_off(alone)  # before anything here waits for the device
             with core.collectives.failures.reports_failure("close", lambda error: "gathering the weights"):
                 if alone and core.stage.moves_weights:
-                    raise CommunicationError(f"{alone}. The module's weights stay spread over the ranks")
+                    raise CommunicationError(
+                        f"{alone}. The module's weights stay spread over the ranks", code="close-without-other-ranks"
+                    )
                 if core.stage.moves_weights:
                     restore = _agree(core, restore)
                 if restore:
@@ -108,12 +110,12 @@ def dissolve(core: Core, model: nn.Module, *, restore: bool = True, ends_groups:
         if alone:
             _log.warning("%s", alone)
             return
-        core.reducer.discard()  # what is in flight after a failure may have no end but the timeout
+        core.reducer.discard()  # after a failure a work in flight may end by timeout only
         orderly = True
 
 
 def _agree(core: Core, restore: bool) -> bool:
-    """What ``restore`` is on every rank: where they differ nothing shall be lost; collective."""
+    """``restore``, agreed over all ranks: if they differ it is True, so that nothing is lost; collective."""
     given = core.collectives.exchange_objects(restore, "engine.close()")
     if len(set(given)) > 1:
         _log.warning(
@@ -127,10 +129,10 @@ def _agree(core: Core, restore: bool) -> bool:
 def _leave_weights(core: Core, model: nn.Module) -> None:
     core.await_weights()
     core.schedule.reshard_all()
-    with suppress(UsageError):  # of what was moved or cast
+    with suppress(UsageError):  # for parameters that were moved or cast
         core.written.place()
     for unit in core.units:
-        # what was moved to host memory is on this rank, all of it
+        # offloaded weights are whole on this rank
         offloaded = any(flat_buffer.offloaded is not None for flat_buffer in unit.flat_buffers)
         if core.stage.moves_weights and not offloaded:
             unit.unshard(core.collectives)
@@ -144,7 +146,7 @@ def _leave_weights(core: Core, model: nn.Module) -> None:
 
 
 def _leave_shards(core: Core, model: nn.Module) -> None:
-    """What the next engine takes over stays on ``model``; where weights rest whole these are the parameters', too."""
+    """Leave on ``model`` the state that the next engine takes over; whole weights stay with the parameters."""
     core.await_weights()
     core.schedule.reshard_all()
     core.adopt_written_weights()
@@ -164,6 +166,6 @@ def _leave_shards(core: Core, model: nn.Module) -> None:
                 flat_buffer.forsake()
 
     def refuse() -> None:
-        raise UsageError(left.refusal())
+        raise UsageError(left.refusal(), code="close-unrestored-model-used")
 
     left.attach(model, hooks.attach_barrier(model, refuse) if hides else [])

@@ -1,6 +1,7 @@
-"""Weights exchanged for others that the optimizer keeps: averages, and what schedule-free classes evaluate at.
+"""Exchanges the weights for others that the optimizer keeps: averages, or the point at which schedule-free classes
+evaluate.
 
-Owns: the order around it. Must not know: what the others are.
+Owns: the order of calls around an exchange. Must not know: the meaning of the other weights.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from shardengine.sharding import Bucket
 
 
 def call_class(core: Core, optimizer: ShardedOptimizer, method: str) -> None:
-    """Call "train" or "eval" of the optimizer's class; collective where weights are exchanged, which is the same on
-    every rank."""
+    """Call "train" or "eval" of the optimizer's class.
+
+    Collective if that exchanges weights, which is the same on every rank.
+    """
     core.schedule.finish_open_backward()
     if optimizer.begin_exchange(method):
         call = f"optimizer.{method}()"
@@ -33,7 +36,8 @@ def averaged(core: Core, optimizer: ShardedOptimizer) -> Iterator[None]:
     """The averages are the weights inside the ``with``; collective. See ``Engine.ema``."""
     if not optimizer.averages:
         raise UsageError(
-            'engine.ema(): expected "ema": {"decay": 0.999} in the config, got none, so nothing is averaged'
+            'engine.ema(): expected "ema": {"decay": 0.999} in the config, got none, so nothing is averaged',
+            code="ema-not-in-config",
         )
     core.schedule.finish_open_backward()
     core.step_state.require("engine.ema()")
@@ -47,18 +51,18 @@ def averaged(core: Core, optimizer: ShardedOptimizer) -> Iterator[None]:
         try:
             agree(core, "the end of engine.ema()")
         except BaseException:
-            core.step_state.lose()  # the weights are averages still
+            core.step_state.lose()  # the weights are still the averages
             raise
         exchange(core, optimizer.swap_averages())
 
 
 def agree(core: Core, call: str) -> None:
-    """Every rank makes ``call``: where shards are stepped nothing else would be sent."""
+    """Check that every rank makes ``call``. If shards are stepped, the call sends nothing else."""
     compare(core.collectives, {"call": [call]})
 
 
 def exchange(core: Core, buckets: Iterable[Bucket]) -> None:
-    """What of ``buckets``, one by one, is written is published; after an error the update is lost."""
+    """Publish ``buckets`` one by one as they are written. After an error the update is lost."""
     core.schedule.reshard_all()
     core.await_weights()
     core.adopt_written_weights()

@@ -1,4 +1,4 @@
-"""The whole model for others: its state dict on rank 0, and Hugging Face directories on disk.
+"""The whole model in forms for other programs: its state dict on rank 0, and Hugging Face directories on disk.
 
 Must not know: steps, gradients, the optimizer.
 """
@@ -24,18 +24,21 @@ from shardengine.sharding import WEIGHT, FullTensors, inner, join, shaped
 
 
 def full_state_dict(core: Core, module: nn.Module, *, trainable_only: bool = False) -> dict[str, Any]:
-    """The whole state dict on rank 0 (CPU), bucket by bucket; {} elsewhere; collective. See ``Engine.state_dict``."""
+    """Return the whole state dict on rank 0 (CPU), {} elsewhere; collective, bucket by bucket.
+
+    See ``Engine.state_dict``.
+    """
     core.step_state.require("state_dict")
     left_out = _begin(core, module, "state_dict", trainable_only=trainable_only)
     values = _whole_values(core, left_out)
     state = run_on_all_ranks(core.collectives, "state_dict()", lambda: _assemble(core, module, values, left_out))
     adapters.show(core, module, state)
-    core.attachments.whole.update(values)  # while the caller has them, the module's own state dict shows them, too
+    core.attachments.whole.update(values)  # the module's own state dict shows them while they live
     return state
 
 
 def _begin(core: Core, module: nn.Module, call: str, *, trainable_only: bool) -> set[int]:
-    """All ranks mean the same ``call``; ids of the parameters that are left out; collective."""
+    """Check that all ranks make the same ``call``, and return ids of the parameters that are left out; collective."""
     compare(core.collectives, {"call": [f"{call} with trainable_only={trainable_only}"]})
     if not trainable_only:
         adapters.compute(core, module)
@@ -50,7 +53,7 @@ def _begin(core: Core, module: nn.Module, call: str, *, trainable_only: bool) ->
 
 
 def _whole_values(core: Core, left_out: set[int]) -> dict[int, Tensor]:
-    """id(parameter) → whole values on rank 0's CPU, {} elsewhere, gathered one bucket at a time; collective."""
+    """id(parameter) → whole values on rank 0's CPU, {} elsewhere, gathered bucket by bucket; collective."""
     core.await_weights()
     inside = list(zip(core.partition.inside, core.layout.parameters, strict=True))
     specs = {spec.name: spec for p, spec in inside if id(p) not in left_out}
@@ -66,7 +69,7 @@ def _whole_values(core: Core, left_out: set[int]) -> dict[int, Tensor]:
 
 
 def _assemble(core: Core, module: nn.Module, values: dict[int, Tensor], left_out: set[int]) -> dict[str, Any]:
-    """The module's state dict with ``values`` in the place of its parameters; rank 0 alone."""
+    """The module's state dict with ``values`` instead of its parameters on rank 0, {} elsewhere; local."""
     if core.mesh.rank != 0:
         return {}
     every = module.state_dict(keep_vars=True)
@@ -79,7 +82,7 @@ def _assemble(core: Core, module: nn.Module, values: dict[int, Tensor], left_out
 
 
 def _copy(value: Tensor, values: dict[int, Tensor]) -> Tensor:
-    """``value`` on the CPU, or what ``values`` has in its place."""
+    """``value`` on the CPU, or its replacement in ``values``."""
     if id(value) in values:
         return values[id(value)]
     if not inner.is_outer(value):
@@ -90,15 +93,16 @@ def _copy(value: Tensor, values: dict[int, Tensor]) -> Tensor:
 def save_pretrained(core: Core, module: nn.Module, directory: str | Path, *, trainable_only: bool = False) -> None:
     """Write ``module`` with whole weights into ``directory`` (safetensors) on rank 0; collective.
 
-    Written beside it first, and moved in file by file when all of it is written: a full disk leaves an existing
-    directory as it was. A failure raises on every rank.
+    The files are first written beside it, and moved in one by one when all are complete: a full disk leaves an existing
+    directory unchanged. A failure raises ``CheckpointError`` on every rank.
     """
     core.step_state.require("save_pretrained")
     if trainable_only and hasattr(module, "save_pretrained") and not _has_adapters(module):
         raise UsageError(
             f"save_pretrained(trainable_only=True) of {type(module).__name__}: from_pretrained would fill what is left "
             "out with random values; expected a model with PEFT adapters, or a plain module. Save the whole model, or "
-            "engine.state_dict(trainable_only=True)"
+            "engine.state_dict(trainable_only=True)",
+            code="save-pretrained-without-adapters",
         )
     left_out = _begin(core, module, "save_pretrained", trainable_only=trainable_only)
     values = _whole_values(core, left_out)
@@ -112,7 +116,8 @@ def save_pretrained(core: Core, module: nn.Module, directory: str | Path, *, tra
             _replace(module, state, Path(directory))
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
-                f"the model could not be written to {directory}: {error}; what was there before is intact"
+                f"the model could not be written to {directory}: {error}; what was there before is intact",
+                code="save-pretrained-not-written",
             ) from error
 
     what = f"saving to {directory}"
@@ -120,7 +125,7 @@ def save_pretrained(core: Core, module: nn.Module, directory: str | Path, *, tra
 
 
 def _replace(module: nn.Module, state: dict[str, Any], target: Path) -> None:
-    """Write beside ``target`` and move in what was written."""
+    """Write into a temporary directory beside ``target``, then move the files in."""
     target.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
@@ -133,7 +138,7 @@ def _replace(module: nn.Module, state: dict[str, Any], target: Path) -> None:
 
 
 def _has_adapters(module: nn.Module) -> bool:
-    """Whether peft has wrapped the model, or put adapters into it; its files hold these alone."""
+    """Whether peft has wrapped the model or added adapters to it; its files hold only these."""
     return hasattr(module, "peft_config") or bool(getattr(module, "_hf_peft_config_loaded", False))
 
 
@@ -149,7 +154,8 @@ def _write(module: nn.Module, state: dict[str, Any], directory: Path) -> None:
         if isinstance(value, Tensor) and inner.is_outer(value):
             raise UsageError(
                 f"save_pretrained: parameter {name!r} is a {type(value).__name__}, which model.safetensors cannot "
-                "hold: expected trainable_only=True, engine.state_dict() with torch.save, or engine.save_checkpoint"
+                "hold: expected trainable_only=True, engine.state_dict() with torch.save, or engine.save_checkpoint",
+                code="save-pretrained-quantised-parameter",
             )
     first_name: dict[int, str] = {}
     tied: dict[str, str] = {}

@@ -1,6 +1,6 @@
-"""What the stage's formulas say of one engine: bytes of model state and bytes on the wire, padding included.
+"""The stage's formulas applied to one engine: bytes of model state and bytes on the wire, padding included.
 
-Must not know: what is measured.
+Must not know: measurements.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from shardengine.sharding import FlatBufferLayout, Layout, Partition
 def footprint_of(
     core: Core, config: Config, needs: Needs, found: Partition | None = None, plan: Layout | None = None
 ) -> Footprint:
-    """What decides the bytes of ``core``, or of what it becomes with the partition ``found`` and the layout ``plan``.
+    """The facts that determine the bytes of ``core``, or of its successor with partition ``found`` and layout ``plan``.
 
-    needs: what the optimizer needs of a layout.
+    needs: the optimizer's requirements on a layout.
     """
     layout = plan or core.layout
     return Footprint(
@@ -47,32 +47,36 @@ def footprint_of(
 
 
 def homes_of(core: Core) -> Homes:
-    """What of ``core`` rests away from the device."""
+    """The tiers of the state of ``core`` that is offloaded."""
     return next((flat_buffer.homes for unit in core.units for flat_buffer in unit.flat_buffers), Homes())
 
 
 def predicted_traffic(core: Core, needs: Needs, micro_batches: int) -> float:
-    """The stage's formula for bytes sent per rank and step, padding included; beside it, what this rank sends of whole
-    matrices, or of sums. Without gradients that travel as rows, which depend on the data."""
+    """The stage's formula for bytes sent per rank and step, padding included, plus this rank's whole matrices or sums.
+
+    Excludes gradients that travel as rows, which depend on the data.
+    """
     whole = needs.bytes_sent(core.layout, core.stage.state, core.mesh.rank)
     return float(whole) + sum(predicted_by_axis(core, needs, micro_batches).values())
 
 
 def _coded_bytes(core: Core, flat_buffer: FlatBufferLayout) -> float | None:
-    """Bytes per element of weights that travel otherwise than they are; None: they do not."""
+    """Bytes per element of weights that travel coded; None if they travel unchanged."""
     floats = getattr(torch, flat_buffer.dtype).is_floating_point
     return comm_hooks.bytes_per_element(core.schedule.coding) if floats else None
 
 
 def predicted_by_axis(core: Core, needs: Needs, micro_batches: int) -> Counter[str]:
-    """The same without whole matrices and sums, inside of shard groups and across them; where these step apart, of the
-    last step."""
+    """``predicted_traffic`` without whole matrices and sums, split into bytes inside shard groups and across them.
+
+    If shard groups step on their own (local SGD), it describes the last step.
+    """
     sent, once, hook = Counter[str](), core.schedule.unsharded_once, core.reducer.hook if core.mesh.ranks > 1 else None
     replicas = core.step_state.replicas
     step = replicas.last or replicas.step
     for flat_buffer in core.layout.flat_buffers:
         wire, coded = wire_of(core.reducer.rules, flat_buffer), hook is not None and hook.makes_messages
-        by_rows = core.reducer.sends_rows(flat_buffer.buckets[0])  # as many as there are
+        by_rows = core.reducer.sends_rows(flat_buffer.buckets[0])  # their number depends on the data
         volume = stages.Volume(
             trainable=flat_buffer.length if flat_buffer.trainable and not by_rows else 0,
             twice=0 if flat_buffer.unit in once else flat_buffer.length,

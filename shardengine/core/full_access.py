@@ -1,11 +1,11 @@
 """Full tensors for the user inside a ``with``: parameters, complete gradients, master weights and optimizer state.
 
-Owns: which names ranks ask for, what is shown, and that what rank 0 has written is what every rank goes on with.
-Must not know: how gradients come to be complete, the arithmetic of a step, files.
+Owns: the names that ranks ask for, the tensors that are shown, and that every rank continues with rank 0's writes. Must
+not know: the computation of complete gradients, the arithmetic of a step, files.
 
-Reading costs one all-gather per bucket that holds a wanted parameter (none where this rank has all of it), writing one
-broadcast per such bucket: of gradients and states, of the wanted parameters alone. Memory, on the device: the wanted
-tensors, and one bucket on the way; of parameters, which their units summon, those buckets.
+Reading costs one all-gather per bucket that holds a requested parameter (none if this rank has all of it). Writing
+costs one broadcast per such bucket; for gradients and states it contains the requested parameters alone. Memory on the
+device: the requested tensors and one bucket in flight. For parameters, which their units summon: those buckets.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ from shardengine.sharding import WEIGHT, Bucket, FullTensors, ParameterSpec, joi
 
 @dataclass(frozen=True)
 class _FullSource:
-    """A bucket with wanted parameters in it. held: what this rank has of it, placed as optimizer state is · dtype: in
-    which it is shown."""
+    """A bucket with requested parameters.
+
+    held: this rank's tensors of it, placed as optimizer state is · dtype: the dtype in which they are shown.
+    """
 
     bucket: Bucket
     held: dict[str, Tensor]
@@ -43,7 +45,7 @@ class _FullSource:
 
 @contextmanager
 def full_params(core: Core, names: Iterable[str] | None, *, writable: bool) -> Iterator[None]:
-    """Whole parameters inside the ``with``; collective. See ``Engine.full_params``."""
+    """Show whole parameters inside the ``with``; collective. See ``Engine.full_params``."""
     core.step_state.require("a call of every rank", f"full_params({'writable=True' if writable else ''})")
     core.await_weights()
     core.adopt_written_weights()
@@ -51,7 +53,7 @@ def full_params(core: Core, names: Iterable[str] | None, *, writable: bool) -> I
     wanted = _members_of(core, None if names is None else chosen)
     if writable:
         core.step_state.require("full_params(writable=True)")
-    with core.reducer.early_use.suspended() if writable else nullcontext():  # what is written is what is stepped
+    with core.reducer.early_use.suspended() if writable else nullcontext():  # the next step uses the written weights
         yield from _shown(core, wanted, chosen, writable=writable)
 
 
@@ -91,7 +93,7 @@ def _names_in(core: Core, wanted: dict[Unit, set[int]]) -> Iterator[str]:
 
 
 def _summon(core: Core, wanted: dict[Unit, set[int]]) -> list[tuple[Unit, Summoned]]:
-    """Summon what is not yet of the parameters ``wanted``; after an error nothing of it is."""
+    """Summon those of the parameters ``wanted`` that are not summoned yet; after an error none of them is."""
     summoned: list[tuple[Unit, Summoned]] = []
     try:
         for unit, members in wanted.items():
@@ -104,7 +106,8 @@ def _summon(core: Core, wanted: dict[Unit, set[int]]) -> list[tuple[Unit, Summon
 
 
 def _broadcast(core: Core, wanted: dict[Unit, set[int]]) -> None:
-    """Where weights rest whole: rank 0's buckets that hold some of the parameters ``wanted`` are everybody's."""
+    """If weights are kept whole: replace every rank's buckets that hold some of the parameters ``wanted`` by rank 0's.
+    """
     for unit, members in wanted.items():
         for bucket in unit.buckets():
             if any(piece.parameter in members for piece in core.layout.pieces(bucket.layout)):
@@ -113,7 +116,7 @@ def _broadcast(core: Core, wanted: dict[Unit, set[int]]) -> None:
 
 
 def _members_of(core: Core, names: list[str] | None) -> dict[Unit, set[int]]:
-    """The units that hold parameters ``names``, and which these are, by index. None: all units, all of theirs."""
+    """The units that hold parameters ``names``, with the indices of these. None: all units with all of theirs."""
     if names is None:
         return {unit: {member.index for member in unit.members} for unit in core.units}
     ids = {id(core.partition.names[name]) for name in names}
@@ -138,7 +141,8 @@ def _broadcast_outside(core: Core, names: list[str]) -> None:
 def full_grads(
     core: Core, names: Iterable[str] | None, *, writable: bool, scale: float = 1.0
 ) -> Iterator[dict[str, Tensor | None]]:
-    """Whole complete gradients inside the ``with``; collective. See ``Engine.full_grads``. scale: the loss scale."""
+    """Show whole complete gradients inside the ``with``; collective. See ``Engine.full_grads``. scale: the loss scale.
+    """
     core.schedule.finish_open_backward()
     reducer, step_state = core.reducer, core.step_state
     step_state.require("a call of every rank", "full_grads")
@@ -148,7 +152,8 @@ def full_grads(
     if writable and reducer.early_use.enabled:
         raise UsageError(
             "full_grads(writable=True): expected offload_optimizer.step_in_backward to be false: with it gradients are "
-            "stepped with before they can be written"
+            "stepped with before they can be written",
+            code="full-grads-step-in-backward",
         )
     specs = _specs(core, chosen, reducer.touched)
     wanted = {spec.name: spec for spec in specs.values()}
@@ -169,7 +174,8 @@ def full_grads(
         if any(bucket_grad.complete is not old for bucket_grad, old in zip(reducer.buckets, before, strict=True)):
             raise UsageError(
                 "full_grads(writable=True): expected step(), zero_grad() and backward after the `with` block, one of "
-                "them ran inside and its gradients are gone; nothing was written"
+                "them ran inside and its gradients are gone; nothing was written",
+                code="full-grads-stepped-inside",
             )
         for name, tensor in given.items() if core.mesh.rank == 0 else ():
             _take_over(f"full_grads, gradient of {name!r}", shown.get(name, tensor), tensor)
@@ -185,7 +191,9 @@ def full_grads(
 
 
 def _scaled(shown: dict[str, Tensor], sent: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
-    """Gradients shown without the scale, with it and in the wire's dtype again. What is unchanged keeps its bits."""
+    """Gradients that were shown without the loss scale: multiplied with it, in the wire's dtype. Unchanged ones keep
+    their bits.
+    """
     after, before = shown["gradient"], sent["gradient"]
     return {"gradient": torch.where(after == before.float() / scale, before, (after * scale).to(before.dtype))}
 
@@ -197,7 +205,7 @@ def _scaled(shown: dict[str, Tensor], sent: dict[str, Tensor], scale: float) -> 
 def full_optimizer_state(
     core: Core, optimizer: ShardedOptimizer, names: Iterable[str] | None, *, writable: bool
 ) -> Iterator[dict[str, dict[str, Any] | None]]:
-    """Whole master weights and states inside the ``with``; collective. See ``Engine.full_optimizer_state``."""
+    """Show whole master weights and states inside the ``with``; collective. See ``Engine.full_optimizer_state``."""
     core.schedule.finish_open_backward()
     core.step_state.require("full_optimizer_state")
     chosen = _agree_on_names(core, "full_optimizer_state", names, writable)
@@ -224,17 +232,23 @@ def full_optimizer_state(
         if steps != optimizer.steps:
             raise UsageError(
                 "full_optimizer_state(writable=True): expected step() after the `with` block, it ran inside and the "
-                "block's end would undo it; nothing was written"
+                "block's end would undo it; nothing was written",
+                code="full-state-stepped-inside",
             )
         for name, entry in shown.items() if core.mesh.rank == 0 else ():
             if entry is not (entries[specs[name].name] if name in specs else None):
-                raise UsageError(f"full_optimizer_state: the entry of {name!r} was replaced; write into its tensors")
+                raise UsageError(
+                    f"full_optimizer_state: the entry of {name!r} was replaced; write into its tensors",
+                    code="full-state-entry-replaced",
+                )
         for name, entry in entries.items() if core.mesh.rank == 0 else ():
             _check_entry(name, entry, given[name], fixed.get(name, {}))
             if problem := optimizer.misfit(given[name]):
-                raise UsageError(f"full_optimizer_state, {name!r}: {problem}; nothing was written")
+                raise UsageError(
+                    f"full_optimizer_state, {name!r}: {problem}; nothing was written", code="full-state-value-refused"
+                )
 
-    early = core.reducer.early_use.suspended() if writable else nullcontext()  # what is stepped inside would be lost
+    early = core.reducer.early_use.suspended() if writable else nullcontext()  # a step inside would be lost
     edited = core.step_state.editing() if writable else nullcontext()
     with early, edited, _agreed_end(core, "full_optimizer_state(writable=True)", check if writable else None):
         yield shown
@@ -256,7 +270,9 @@ def full_optimizer_state(
 def _complete_entry(
     entry: dict[str, Any], spec: ParameterSpec, optimizer: ShardedOptimizer, number: int
 ) -> dict[str, Any]:
-    """Beside what is kept of each element, what is kept of the parameter. Returns what of it may only be read."""
+    """Add to an entry the values that are kept per parameter rather than per element. Returns the read-only ones of
+    them.
+    """
     facts = optimizer.arithmetic.facts_of(spec.name)
     if facts is None:  # the optimizer's class has begun nothing
         for key in entry.keys() - {WEIGHT}:
@@ -273,19 +289,27 @@ def _complete_entry(
 
 
 def _check_entry(name: str, entry: dict[str, Any], given: dict[str, Any], fixed: dict[str, Any]) -> None:
-    """fixed: what is not tensors of elements, and belongs to the optimizer's class."""
+    """Raise ``UsageError`` if the user changed an entry in a way that cannot be written back; copy replaced tensors.
+
+    fixed: values that belong to the optimizer's class and can only be read.
+    """
     step = entry.get("step")
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        raise UsageError(f"full_optimizer_state: expected the step count of {name!r} to be 0 or more, got {step!r}")
+        raise UsageError(
+            f"full_optimizer_state: expected the step count of {name!r} to be 0 or more, got {step!r}",
+            code="full-state-step-invalid",
+        )
     if unknown := entry.keys() - given.keys():
         raise UsageError(
-            f"full_optimizer_state: {name!r} has no {sorted(unknown)[0]!r}; it has {', '.join(map(repr, given))}"
+            f"full_optimizer_state: {name!r} has no {sorted(unknown)[0]!r}; it has {', '.join(map(repr, given))}",
+            code="full-state-unknown-key",
         )
     for key, value in fixed.items():
         if not _are_equal(entry.get(key, value), value):
             raise UsageError(
                 f"full_optimizer_state: {key!r} of {name!r} belongs to the optimizer's class and can only be read, got "
-                f"{str(entry[key])[:80]} instead of {str(value)[:80]}; nothing was written"
+                f"{str(entry[key])[:80]} instead of {str(value)[:80]}; nothing was written",
+                code="full-state-read-only",
             )
     for key, tensor in given.items():
         if key != "step" and key not in fixed:
@@ -304,7 +328,9 @@ def _are_equal(one: Any, other: Any) -> bool:
 def _agree_on_names(
     core: Core, call: str, names: Iterable[str] | None, writable: bool, facts: dict[str, list[str]] | None = None
 ) -> list[str]:
-    """The names that ``call`` is asked for, None: all. Ranks must ask for the same and have the same ``facts``."""
+    """The names that ``call`` requests, None: all. Raises ``MismatchError`` if ranks request others or differ in
+    ``facts``.
+    """
     given = [names] if isinstance(names, str) else names
     chosen = None if given is None else core.partition.expanded(given)
     asked = {f"list of names given to {call}": ["every name"] if chosen is None else chosen}
@@ -312,7 +338,10 @@ def _agree_on_names(
     known = core.partition.names
     for name in chosen or ():
         if name not in known:
-            raise UsageError(f"{call}: the model has no parameter {name!r}; the nearest is {nearest(name, known)!r}")
+            raise UsageError(
+                f"{call}: the model has no parameter {name!r}; the nearest is {nearest(name, known)!r}",
+                code="weights-unknown-name",
+            )
     return list(known) if chosen is None else chosen
 
 
@@ -333,8 +362,10 @@ def _read(core: Core, sources: list[_FullSource], wanted: Mapping[str, Parameter
 
 
 def _write(core: Core, sources: list[_FullSource], full: FullTensors) -> None:
-    """Rank 0's ``full`` become every rank's, with one broadcast per bucket, and what each of them holds; weights follow
-    what is stepped, rounded to their dtype, wherever they rest on this rank."""
+    """Make rank 0's ``full`` every rank's, with one broadcast per bucket, and copy it into this rank's slices.
+
+    The weights follow their master weights, rounded to their dtype, in the tier where this rank keeps them.
+    """
     for layout in (source.bucket.layout for source in sources):
         parts = [
             flat[piece.offset : piece.offset_end]
@@ -355,7 +386,8 @@ def _write(core: Core, sources: list[_FullSource], full: FullTensors) -> None:
 
 @contextmanager
 def _agreed_end(core: Core, what: str, check: Callable[[], None] | None) -> Iterator[None]:
-    """With a ``check``: what raises inside the block, or in it, on one rank, raises on all of them at the end."""
+    """With a ``check``: an exception on one rank, inside the block or from ``check``, raises on all ranks at the end.
+    """
     failure: Exception | None = None
     try:
         yield
@@ -375,13 +407,21 @@ def _agreed_end(core: Core, what: str, check: Callable[[], None] | None) -> Iter
 
 
 def _take_over(what: str, now: Any, tensor: Tensor | None) -> None:
-    """``now`` stands where ``tensor`` was handed out: the same one, written in place, or one to copy from."""
+    """Accept ``now`` instead of ``tensor``, which was handed out: the same tensor, written in place, or one to copy
+    from.
+    """
     if now is tensor:
         return
     if tensor is None:
-        raise UsageError(f"{what}: no rank has one, so that the step leaves the parameter alone; expected None to stay")
+        raise UsageError(
+            f"{what}: no rank has one, so that the step leaves the parameter alone; expected None to stay",
+            code="full-grads-none-replaced",
+        )
     if not isinstance(now, Tensor) or now.shape != tensor.shape:
         came = tuple(now.shape) if isinstance(now, Tensor) else type(now).__name__
-        raise UsageError(f"{what}: expected a tensor of shape {tuple(tensor.shape)}, got {came}; nothing was written")
+        raise UsageError(
+            f"{what}: expected a tensor of shape {tuple(tensor.shape)}, got {came}; nothing was written",
+            code="full-values-wrong-shape",
+        )
     with torch.no_grad():
         tensor.copy_(now)

@@ -1,6 +1,6 @@
-"""One bucket's tensors whole on every rank, for as long as somebody looks at them.
+"""Makes the tensors of one bucket whole on every rank while a ``with`` is open.
 
-Must not know: what they are gathered for.
+Must not know: the purpose of the gather.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from shardengine.stages import Placement
 def gathered(
     core: Core, bucket: Bucket, tensors: dict[str, Tensor], placement: Placement, purpose: Purpose, dtype: torch.dtype
 ) -> Iterator[Iterator[FlatSlice]]:
-    """All elements of ``bucket``'s ``tensors`` by key, which are placed so, in ``dtype``; valid inside the ``with``.
+    """Yield all elements of ``bucket``'s ``tensors``, by key, in ``dtype``; they are valid inside the ``with``.
 
-    They are of one length. Collective: one all-gather for all of them, none where this rank has everything.
+    tensors: this rank's parts by key, all placed as ``placement`` and of one length. Collective: one all-gather for all
+    of them, none if this rank has all elements.
     """
     plan, layout = core.layout, bucket.layout
     if layout.sizes[placement] == layout.length:
@@ -36,7 +37,7 @@ def gathered(
     length = count * holders * len(tensors)
     lent = (
         length == layout.length
-    )  # a buffer as long as the step's; one of another length would stay in the pool for good
+    )  # as long as the step's buffers; one of another length would stay in the pool forever
     full = core.pool.acquire(length, dtype) if lent else bucket.full.new_empty(length, dtype=dtype)
     slices = full.view(holders, len(tensors), count)
     for own, tensor in zip(slices[layout.slice_number(placement, bucket.rank)], tensors.values(), strict=True):

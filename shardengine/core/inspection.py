@@ -1,4 +1,4 @@
-"""What an engine says about itself: sizes, learning rates, bytes in memory and on the wire. Reads, changes nothing.
+"""The engine's reports about itself: sizes, learning rates, bytes in memory and on the wire. It changes nothing.
 
 Must not know: forward, backward, the step. Every call here is local; none is collective.
 """
@@ -27,11 +27,12 @@ attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def check_free(model: nn.Module) -> None:
-    """``UsageError`` where ``model``, or a parameter that it trains, belongs to an open engine."""
+    """Raise ``UsageError`` if ``model``, or a parameter that it trains, belongs to an open engine."""
     if model in attached:
         raise UsageError(
             "this model already belongs to an engine: expected one engine per model; call engine.close() "
-            "first (or build the model anew, if that engine is gone)"
+            "first (or build the model anew, if that engine is gone)",
+            code="model-already-in-engine",
         )
     held = {id(parameter): other for other in attached for parameter in other.parameters()}
     for name, parameter in model.named_parameters():
@@ -39,12 +40,13 @@ def check_free(model: nn.Module) -> None:
             raise UsageError(
                 f"parameter {name!r} already belongs to an engine, that of a {type(held[id(parameter)]).__name__}: "
                 "expected one engine for each parameter that is trained; call initialize with one module that holds "
-                "both models, or that engine's close() first"
+                "both models, or that engine's close() first",
+                code="model-parameter-in-engine",
             )
 
 
 class StepReport:
-    """What the last step moved, and the model state's size, for ``memory()`` and ``traffic()``."""
+    """Bytes that the last step sent, and the size of the model state, for ``memory()`` and ``traffic()``."""
 
     def __init__(self) -> None:
         self.model_state_bytes: Counter[str] = Counter()
@@ -55,26 +57,29 @@ class StepReport:
         self._waited_before = 0
 
     def observe(self, live_bytes: Counter[str]) -> None:
-        """Model state at rest by tier, with complete gradients."""
+        """Record the model state at rest, by tier, with complete gradients."""
         self.model_state_bytes = live_bytes
 
     def close_step(self, sent: Counter[Purpose], waited_ns: int, micro_batches: int) -> None:
-        """A step ended; sent: all bytes so far, by purpose; waited_ns: all waiting for collectives so far."""
+        """Record the end of a step.
+
+        sent: all bytes so far, by purpose · waited_ns: all waiting for collectives so far.
+        """
         self.waited_s, self._waited_before = (waited_ns - self._waited_before) / 1e9, waited_ns
         self.last_step = sent - self._before
         self._before, self.micro_batches = sent, micro_batches
 
     def leave_out(self, sent: Counter[Purpose]) -> None:
-        """What was sent up to now since the last step belongs to none. sent: as ``close_step``."""
+        """Count the bytes since the last step for no step. sent: as in ``close_step``."""
         self._before = sent
 
     def data_bytes(self) -> int:
-        """Bytes of weights and gradients in the last step; control and buffers are not among them."""
+        """Bytes of weights and gradients in the last step, without control messages and buffers."""
         return sum(self.last_step[purpose] for purpose in STEP)
 
 
 class Inspection:
-    """The reading half of the engine's surface."""
+    """The read-only half of the engine's public methods."""
 
     module: nn.Module
     global_steps: int
@@ -90,16 +95,16 @@ class Inspection:
     _buffers_sent: bool
     _is_open: bool = False
     _saves: Any = None
-    """What is written behind training (checkpoint.background.Background), from the first save on."""
+    """The writer of asynchronous saves (checkpoint.background.Background), from the first save on."""
 
     @property
     def is_open(self) -> bool:
-        """Whether ``close()`` was not called yet."""
+        """Whether ``close()`` has not been called yet."""
         return self._is_open
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """The device of this rank."""
         return self._core.mesh.device
 
     @property
@@ -114,7 +119,7 @@ class Inspection:
 
     @property
     def micro_steps(self) -> int:
-        """Micro-batches whose backward has run and that were counted, over all steps."""
+        """The number of micro-batches whose backward has run and was counted, over all steps."""
         return self._window.total
 
     def train_batch_size(self) -> int:
@@ -130,38 +135,41 @@ class Inspection:
         return self.config.gradient_accumulation_steps or 1
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the current micro-batch ends the window."""
+        """Whether the current micro-batch is the last of its optimizer step."""
         return self._window.is_boundary
 
     def was_step_applied(self) -> bool:
-        """Whether the last ``step()`` changed the weights; on a GPU the host waits for it there."""
+        """Return whether the last ``step()`` changed the weights. On a GPU the host waits for the result."""
         self._settle()
         return self._verdict is not None and self._verdict.applied
 
     def get_loss_scale(self) -> float:
-        """What ``backward`` multiplies the loss of the coming window with; 1 where the loss is not scaled."""
+        """Return the factor that ``backward`` multiplies the next losses with; 1 if the loss is not scaled."""
         return 1.0 if self.optimizer is None else self.optimizer.loss_scale
 
     @property
     def skipped_steps(self) -> int:
-        """How many of ``global_steps`` were skipped because their gradients were not finite; waits as
-        ``was_step_applied``."""
+        """The number of ``global_steps`` that were skipped because gradients were not finite.
+
+        Waits for the device as ``was_step_applied`` does.
+        """
         self._settle()
         scaler = None if self.optimizer is None else self.optimizer.settings.scaler
         return 0 if scaler is None else scaler.skipped
 
     @property
     def lr_scheduler(self) -> Any:
-        """The scheduler that is stepped with the optimizer; None: there is none, you step your own.
+        """The scheduler that the engine steps with the optimizer, or None if there is none and you step your own.
 
-        Another one may be set: a torch LRScheduler over the engine's optimizer, or None.
+        May be set to another torch LRScheduler over the engine's optimizer, or to None. Raises ``UsageError`` for a
+        scheduler of another optimizer.
         """
         self._settle()
         return self._lr_scheduler
 
     @lr_scheduler.setter
     def lr_scheduler(self, scheduler: Any) -> None:
-        """``UsageError`` where it does not drive the engine's optimizer."""
+        """Set the scheduler. ``UsageError`` if it does not drive the engine's optimizer."""
         self._settle()
         if scheduler is not None:
             lr_schedules.check_attached(scheduler, self._need_optimizer("engine.lr_scheduler"))
@@ -172,8 +180,10 @@ class Inspection:
         return self.config.zero_optimization.stage
 
     def get_lr(self) -> list[float]:
-        """The learning rate of each parameter group, NaN where its optimizer finds one in each step; waits as
-        ``was_step_applied``."""
+        """Return the learning rate of each parameter group; NaN if the optimizer computes the rate itself in each step.
+
+        Waits for the device as ``was_step_applied`` does.
+        """
         self._open_core()
         self._settle()
         return self._rates(self._need_optimizer("get_lr()"))
@@ -183,21 +193,25 @@ class Inspection:
         return Needs() if self.optimizer is None else self.optimizer.needs
 
     def memory(self) -> dict[str, float]:
-        """Bytes of model state per rank: the stage's formula beside what is measured.
+        """Return the bytes of model state per rank: the stage's formula (``predicted_*``) and the measured bytes.
 
-        ``*_model_state_bytes`` and ``live_*`` are those of the device, ``*_host_bytes`` and ``*_disk_bytes`` those of
-        the tiers. ``measured_*`` is taken before each update, when gradients are complete and weights at rest;
-        ``live_*`` is at this moment. ``buffer_bytes`` is the pool's on the device (transient gradient and receive
-        buffers), ``host_buffer_bytes`` the pool's in host memory, for what is on its way there or back (0 where the
-        device is the host), ``predicted_buffer_bytes`` what the device holds at most beside model state
-        (docs/limits.md), and ``tier_buffer_bytes`` what stands in host memory between a disk and the step.
-        ``offload_ratio`` is no number of bytes but the part of the optimizer that is away, as given or as
-        ``"ratio": "auto"`` chose it. ``shard_group_ranks`` is how many ranks a shard group has: all of them where the
-        mesh is not hybrid.
+        ``*_model_state_bytes`` and ``live_*`` count the device, ``*_host_bytes`` host memory, ``*_disk_bytes`` files.
+        ``measured_*`` is taken before each update, when gradients are complete and weights are at rest. ``live_*`` is
+        the current state.
 
-        ``units`` counts the modules that are gathered as one, ``largest_unit_bytes``, ``smallest_unit_bytes`` and
-        ``root_bytes`` are their weights when they are whole, and ``live_window_bytes`` what is whole at one moment of a
-        pass, at most. Where weights rest whole there is no unit, and the root is everything.
+        - ``buffer_bytes``: the buffer pool on the device (transient gradient and receive buffers).
+        - ``host_buffer_bytes``: the pool in host memory, for transfers between host and device; 0 if the device is the
+          host.
+        - ``predicted_buffer_bytes``: the most that the device holds beside model state (docs/limits.md).
+        - ``tier_buffer_bytes``: buffers in host memory between a disk and the step.
+        - ``offload_ratio``: no number of bytes, but the offloaded part of the optimizer, as given or as ``"ratio":
+          "auto"`` chose it.
+        - ``shard_group_ranks``: the number of ranks in a shard group; all ranks if the mesh is not hybrid.
+        - ``units``: the number of modules that are gathered as one.
+        - ``largest_unit_bytes``, ``smallest_unit_bytes``, ``root_bytes``: their weights when they are whole.
+        - ``live_window_bytes``: the most weights that are whole at one moment of a pass.
+
+        If weights are kept whole (stages 0 to 2), there are no units, and the root holds all weights.
         """
         pool = self._core.pool
         buffer_bytes = pool.device_bytes
@@ -229,18 +243,20 @@ class Inspection:
         }
 
     def tuning(self) -> list[str]:
-        """What counts where the config says "auto" of sizes of buckets, and the fit of the group by which it was
-        chosen: a sentence each."""
+        """Return the bucket sizes that were chosen for keys that are "auto", and the measured fit behind each: a
+        sentence each.
+        """
         return self._core.sizes.sentences()
 
     def traffic(self) -> dict[str, Any]:
-        """Bytes sent per rank: the stage's formula for the last step beside what was counted, by purpose.
+        """Return the bytes sent per rank: the stage's formula for the last step, and the counted bytes by purpose.
 
-        Gradients that travel as rows (``sparse_gradients``) are among what was counted, and in no formula.
-        ``formula_bytes_by_axis``: of gradients and weights inside of this rank's shard group, and across the groups; a
-        mesh that is not hybrid has one group, of which gradients may be added node by node.
-        ``exposed_s_*``: seconds that this rank stood still, waiting for collectives. On a GPU they are counted when
-        the device has come to them, for which this does not wait: so they may be those of an earlier step.
+        Gradients that travel as rows (``sparse_gradients``) are counted, but are in no formula.
+
+        - ``formula_bytes_by_axis``: bytes of gradients and weights inside this rank's shard group, and across the
+          groups. A mesh that is not hybrid has one group; its gradients may be added node by node.
+        - ``exposed_s_*``: seconds that this rank waited for collectives. On a GPU they are counted when the device has
+          reached them. This call does not wait for that, so they may belong to an earlier step.
         """
         return {
             "formula_bytes_per_step": formulas.predicted_traffic(
@@ -257,7 +273,9 @@ class Inspection:
         }
 
     def _go_on_from(self, counters: Mapping[str, int] | None) -> None:
-        """A checkpoint was loaded: a window begins, with its ``counters``; None: with today's."""
+        """After a checkpoint was loaded: begin a new accumulation window with its ``counters``; None: with the current
+        ones.
+        """
         self._core.step_state.restart(None if counters is None else counters["micro_steps"])
         self._buffers_sent = False
         if counters is not None:
@@ -266,13 +284,13 @@ class Inspection:
             self._core.step_state.replicas.foresee(self.global_steps)
 
     def _save_behind(self, make: Callable[[], Any]) -> Any:
-        """What writes behind training; made by the first save that asks for it."""
+        """The writer of asynchronous saves. The first save that asks for it makes it."""
         if self._saves is None:
             self._saves = make()
         return self._saves
 
     def _settle(self) -> None:
-        """Whether the last step was applied is known afterwards, and nothing counts on another answer."""
+        """Take in whether the last step was applied, before anything depends on it."""
         if self.optimizer is not None:
             self.optimizer.settle()
 
@@ -282,19 +300,22 @@ class Inspection:
         return [math.nan if rate is None or own else float(rate) for rate, own in rates]
 
     def _live_bytes(self) -> Counter[str]:
-        """By tier."""
+        """The current bytes of model state, by tier."""
         states = Counter() if self.optimizer is None else self.optimizer.state_bytes()
         return self._core.weight_bytes() + self._core.reducer.gradient_bytes() + states
 
     def _open_core(self) -> Core:
         if not self.is_open:
-            raise UsageError("this engine was closed: expected an open one; call shardengine.initialize again")
+            raise UsageError(
+                "this engine was closed: expected an open one; call shardengine.initialize again", code="engine-closed"
+            )
         return self._core
 
     def _need_optimizer(self, call: str) -> ShardedOptimizer:
         if self.optimizer is None:
             raise UsageError(
                 f"{call} needs an optimizer and this engine has none: pass optimizer= to initialize, or put "
-                '"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}} into the config'
+                '"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}} into the config',
+                code="optimizer-missing",
             )
         return self.optimizer

@@ -1,10 +1,11 @@
-"""The kernels that training will launch, launched once on a few elements: before training, while ranks can agree.
+"""Launches the kernels of a training once on a few elements before it begins, while ranks can still agree.
 
-Owns: which operations a step needs, in which dtypes, as ``ddp/`` and ``optim/update.py`` ask for them; a test compares
-them with what a training compiles. Must not know: buckets, who carries the operations out.
+Owns: the operations that a step needs and their dtypes, as ``ddp/`` and ``optim/update.py`` request them; a test
+compares them with those that a training compiles. Must not know: buckets, the implementation of the operations.
 
-Left out, and compiled where they first come: what the config does not foresee (``no_sync()``, late gradients, a window
-that is ended early, clipping by hand, parameters that are unfrozen), and a slice or parameter of 2^31 elements.
+Not launched here, and compiled at their first use: operations that the config does not imply (``no_sync()``, late
+gradients, an accumulation window that is ended early, clipping by hand, parameters that are unfrozen), and a slice or
+parameter of 2^31 elements.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from shardengine.sharding import ParameterSpec, Precision, precision
 _FEW = 16
 """Elements of a slice: the least that is aligned."""
 _MANY = 65_537
-"""Elements of which the squares take two launches."""
+"""Elements whose sum of squares takes two launches."""
 
 
 @dataclass(frozen=True)
 class KernelTrial:
-    """What decides the kernels of one engine.
+    """The facts that determine the kernels of one engine.
 
-    is_direct, nodes: of ``Collectives`` · several: micro-batches in a window · leaves: gradients may be
-    summed for another device · clips: gradients are multiplied in the update · options: of each optimizer group ·
-    states: what the optimizer stores of each element.
+    is_direct, nodes: of ``Collectives`` · several: a step has several micro-batches · leaves: gradients may be summed
+    for another device · clips: the update multiplies gradients by a factor · options: of each optimizer group · states:
+    the optimizer's states of each element.
     """
 
     device: torch.device
@@ -61,7 +62,7 @@ class KernelTrial:
         groups: Sequence[dict[str, Any]],
         states: Mapping[str, StateForm],
     ) -> KernelTrial:
-        """kind: the optimizer's name, None for none · states: what it stores of each element."""
+        """The trial of an engine. kind: the optimizer's name, None for none · states: its states of each element."""
         mesh = collectives.mesh
         which = precision.of(config)
         leaves = config.zero_optimization.offload_optimizer.device != "none" and mesh.platform.has_own_memory
@@ -71,7 +72,7 @@ class KernelTrial:
         return cls(mesh.device, mesh.ranks, *summed, rules, which, several, leaves, clips, kind, groups, states)
 
     def run(self, specs: Iterable[ParameterSpec]) -> None:
-        """Launch them. specs: the model's parameters."""
+        """Launch the kernels. specs: the model's parameters."""
         for dtype in {getattr(torch, spec.dtype) for spec in specs if spec.trainable}:
             for leaves in (False, True) if self.leaves else (False,):
                 gradient = self._sum_gradients(dtype, leaves=leaves)
@@ -85,7 +86,7 @@ class KernelTrial:
         return torch.zeros(length, dtype=dtype, device=self.device)
 
     def _sum_gradients(self, dtype: torch.dtype, *, leaves: bool) -> torch.dtype:
-        """From a gradient in ``dtype`` to the complete one, whose dtype is returned."""
+        """The operations from a gradient in ``dtype`` to the complete gradient. Returns the dtype of the latter."""
         rules, wire = self.rules, self.rules.wire or dtype
         collects = self.several and not rules.sharded
         begun = rules.accumulate if collects else wire
@@ -113,7 +114,9 @@ class KernelTrial:
         return wire if rules.gathers else complete.dtype
 
     def _terms(self, wire: torch.dtype) -> list[Tensor]:
-        """Of a sum over ranks of gradients that travel in ``wire``: what comes, or the sums of the nodes."""
+        """The terms of a sum over ranks of gradients in dtype ``wire``: the received gradients, or the sums of the
+        nodes.
+        """
         nodes = self.nodes(wire)
         if nodes > 1:
             summed = self._zeros(self.rules.reduce, nodes * _FEW)
@@ -125,7 +128,7 @@ class KernelTrial:
         return list(self._zeros(wire, count * _FEW).chunk(count))
 
     def _update(self, dtype: torch.dtype, gradient: torch.dtype) -> None:
-        """Of weights in ``dtype``, in the first step and in later ones."""
+        """The update of weights in ``dtype``, in the first step and in later ones."""
         which, kind = self.precision, self.kind or ""
         master = which.master_dtype(dtype)
         flats = {"weight": self._zeros(master or dtype), "gradient": self._zeros(gradient)}

@@ -1,16 +1,21 @@
-"""``engine.load_state_dict``: a whole state dict of the model into weights that may be sharded.
+"""``engine.load_state_dict``: loads a whole state dict of the model into weights that may be sharded.
 
-Owns: what a load would write, and when it may; the order of modules. Must not know: how weights are gathered and
-written back (``full_access``), the optimizer.
+Owns: the writes of a load, the time when they may happen, the order of modules. Must not know: how weights are gathered
+and written back (``full_access``), the optimizer.
 
-[Note: Read, then written] torch loads module after module: each one's hooks and its own ``_load_from_state_dict`` may
-rename and change what is left of the dict for it and its children, and what fits is copied at once. So whether a dict
-fits is known when half of it was loaded. Here every rank that has the dict first lets each module load into stand-ins,
-which remember what would be written; a module's code runs once. When all ranks have found that it fits, what was
-remembered is written: weights on rank 0, whose values are everybody's, those that are gathered together at once, so
-that no more is whole at a time than one unit; buffers and extra states on each rank. Code of a module that reads the
-weight which it loads over would need it whole, and is refused. Modules with quantised weights, which are objects around
-other tensors, load for themselves, on rank 0, when the rest is written.
+[Note: Read, then written] torch loads one module after another. A module's hooks and its ``_load_from_state_dict`` may
+rename and change the rest of the dict for it and its children, and fitting values are copied at once. So torch knows
+whether a dict fits only when half of it is loaded.
+
+Here every rank that has the dict first lets each module load into stand-ins, which record the writes. A module's code
+runs once. When all ranks agree that the dict fits, the recorded writes are done:
+
+- weights on rank 0, whose values every rank gets. Weights that are gathered together are written together, so that no
+  more than one unit is whole at a time.
+- buffers and extra states on each rank.
+
+A module that reads the weight which it overwrites needs it whole, so this raises ``UsageError``. Modules with quantised
+weights, which are objects around other tensors, load directly, on rank 0, after all others.
 """
 
 from __future__ import annotations
@@ -70,19 +75,29 @@ def load(core: Core, module: nn.Module, given: Any, *, strict: bool, assign: boo
 
 
 def _check(core: Core, module: nn.Module, given: Any, *, assign: bool) -> bool:
-    """Whether this rank has a dict."""
+    """Check the arguments. Returns whether this rank has a dict."""
     where = f"load_state_dict (rank {core.mesh.rank})"
     if assign:
-        raise UsageError(f"{where}: expected assign=False, the engine's buckets hold the weights; values are copied")
+        raise UsageError(
+            f"{where}: expected assign=False, the engine's buckets hold the weights; values are copied",
+            code="state-dict-with-assign",
+        )
     if not isinstance(given, Mapping):
-        raise UsageError(f"{where}: expected a model's state dict, got {type(given).__name__}")
+        raise UsageError(
+            f"{where}: expected a model's state dict, got {type(given).__name__}", code="state-dict-not-a-dict"
+        )
     if not given and core.mesh.rank == 0:
-        raise UsageError(f"{where}: expected the whole state dict on rank 0, or on every rank, got {{}}")
+        raise UsageError(
+            f"{where}: expected the whole state dict on rank 0, or on every rank, got {{}}", code="state-dict-empty"
+        )
     if not given:
         for prefix, part in module.named_modules():
             if type(part).set_extra_state is not nn.Module.set_extra_state:
                 name = f"{prefix}.{_EXTRA_STATE_KEY_SUFFIX}" if prefix else _EXTRA_STATE_KEY_SUFFIX
-                raise UsageError(f"{where}: expected the whole dict on every rank, because it has {name!r}; got {{}}")
+                raise UsageError(
+                    f"{where}: expected the whole dict on every rank, because it has {name!r}; got {{}}",
+                    code="state-dict-extra-state-missing",
+                )
     return bool(given)
 
 
@@ -100,7 +115,9 @@ def _unfit(missing: list[str], unexpected: list[str]) -> str:
 
 
 def _runs(core: Core, module: nn.Module) -> list[tuple[list[str], list[_Module]]]:
-    """Modules in torch's order, in runs whose parameters lie in the same units, with the names of these."""
+    """The modules in torch's order, split into runs whose parameters lie in the same units, each with its parameters'
+    names.
+    """
     unit_of = {id(m.parameter): unit.index for unit in core.units for m in unit.members}
     runs: list[tuple[frozenset[int], list[str], list[_Module]]] = []
     first = core.partition.first_names()
@@ -116,14 +133,14 @@ def _runs(core: Core, module: nn.Module) -> list[tuple[list[str], list[_Module]]
 
 
 class _LoadTarget(nn.Parameter):
-    """What stands for a parameter while a dict is read: its shape, and what would be written to it."""
+    """Stands for a parameter while a dict is read: has its shape, and records the writes to it."""
 
     writes: list[tuple[Any, tuple[Any, ...], dict[str, Any]]]
     device_of: torch.device
 
     @staticmethod
     def of(parameter: nn.Parameter) -> _LoadTarget:
-        """One for ``parameter``."""
+        """Return a stand-in for ``parameter``."""
         slot = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta").as_subclass(_LoadTarget)
         slot.writes, slot.device_of = [], parameter.device
         return slot
@@ -132,7 +149,7 @@ class _LoadTarget(nn.Parameter):
     def __torch_function__(
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Writes are remembered; what needs no value is answered."""
+        """Record writes, and answer operations that need no value; all others raise."""
         options = kwargs or {}
         slot, name = args[0] if args else None, getattr(function, "__name__", "")
         if not isinstance(slot, _LoadTarget):
@@ -161,7 +178,7 @@ class _LoadTarget(nn.Parameter):
 
 
 class _ReadsWeight(Exception):
-    """Of a stand-in, whose values somebody asked for."""
+    """Raised when an operation needs the values of a stand-in."""
 
 
 _DEVICE, _IS_META = Tensor.device.__get__, Tensor.is_meta.__get__  # type: ignore[attr-defined]
@@ -172,7 +189,7 @@ _OF_SHAPE = {"__get__", "dim", "numel", "size", "stride", "element_size", "is_fl
 
 @dataclass
 class _Read:
-    """What one module would write: its parameters' stand-ins, values of its buffers, extra states."""
+    """The writes of one module: the stand-ins of its parameters, values of its buffers, extra states."""
 
     slots: dict[str, _LoadTarget]
     buffers: dict[str, tuple[Tensor, Tensor]]
@@ -180,7 +197,7 @@ class _Read:
 
 
 class _StateDictReading:
-    """What loading ``state`` would write ([Note: Read, then written])."""
+    """The writes that loading ``state`` consists of ([Note: Read, then written])."""
 
     def __init__(self, state: dict[str, Any], metadata: Any, where: str) -> None:
         self.missing: list[str] = []
@@ -192,7 +209,8 @@ class _StateDictReading:
         self._strict = self._told = False
 
     def read(self, module: nn.Module) -> None:
-        """Each module in torch's order, with its hooks; children get what is left of the dict then."""
+        """Let each module read its part, in torch's order and with its hooks. Children get the dict as these left it.
+        """
         for prefix, part in module.named_modules(remove_duplicate=False):
             if prefix:
                 above = self._left[prefix.rpartition(".")[0]]
@@ -219,7 +237,8 @@ class _StateDictReading:
             raise UsageError(
                 f"{self._where}: module {prefix!r} ({type(part).__name__}) reads a weight while it loads it ({error}): "
                 "expected that inside `with engine.full_params(writable=True):`, on every rank, with "
-                "engine.module.load_state_dict(...); nothing was loaded"
+                "engine.module.load_state_dict(...); nothing was loaded",
+                code="state-dict-module-reads-weight",
             ) from error
         finally:
             for name, (buffer, copy) in done.buffers.items():
@@ -231,12 +250,13 @@ class _StateDictReading:
                 vars(part)["set_extra_state"] = kept
 
     def _check_kept(self, prefix: str, part: nn.Module, read: _Read) -> None:
-        """``UsageError`` where the module has put another parameter in the place of its own."""
+        """Raise ``UsageError`` if the module has replaced one of its parameters."""
         for name, slot in read.slots.items():
             if part._parameters.get(name) is not slot:
                 raise UsageError(
                     f"{self._where}: module {prefix!r} ({type(part).__name__}) replaces its parameter {name!r} while "
-                    f"it loads: expected a copy into it, self.{name}.copy_(value); nothing was loaded"
+                    f"it loads: expected a copy into it, self.{name}.copy_(value); nothing was loaded",
+                    code="state-dict-module-replaces-parameter",
                 )
 
     def _load(self, prefix: str, part: nn.Module) -> None:
@@ -246,18 +266,23 @@ class _StateDictReading:
         part._load_from_state_dict(self._left[prefix], before, metadata, True, *found)
 
     def settle(self, module: nn.Module, *, strict: bool) -> None:
-        """``UsageError`` where the dict does not fit. Hooks that run after a load may pass over keys, as in torch."""
+        """Raise ``UsageError`` if the dict does not fit. Hooks that run after a load may remove keys from the lists, as
+        in torch.
+        """
         self._strict = strict
         if self._problems:
             told = "; ".join(problem.rstrip(".") for problem in self._problems)
-            raise UsageError(f"{self._where}: {told}; nothing was loaded")
+            raise UsageError(f"{self._where}: {told}; nothing was loaded", code="state-dict-refused-by-module")
         if strict and (self.missing or self.unexpected):
             self._run_post_hooks(module)
             if self.missing or self.unexpected:
-                raise UsageError(f"{self._where}: {_unfit(self.missing, self.unexpected)}; nothing was loaded")
+                raise UsageError(
+                    f"{self._where}: {_unfit(self.missing, self.unexpected)}; nothing was loaded",
+                    code="state-dict-keys-differ",
+                )
 
     def write(self, modules: Iterable[_Module], ignored: Collection[int]) -> None:
-        """The parameters of ``modules``, which are whole; ``ignored`` ones stay. On rank 0."""
+        """Write the parameters of ``modules``, which are whole, on rank 0, except ``ignored`` ones."""
         for prefix, part in modules:
             if (read := self._read.get(id(part))) is None:
                 self._load(prefix, part)
@@ -270,7 +295,7 @@ class _StateDictReading:
                             function(parameter, *args, **options)
 
     def end(self, module: nn.Module) -> None:
-        """What each rank has for itself: buffers, extra states, hooks that run after a load."""
+        """Write this rank's buffers and extra states, and run the hooks that run after a load. Local."""
         for part in module.modules():
             read = self._read.get(id(part), _Read({}, {}, []))
             for name, (buffer, loaded) in read.buffers.items():
@@ -283,10 +308,12 @@ class _StateDictReading:
         self._run_post_hooks(module)
         unfit = [_unfit(self.missing, self.unexpected)] if self._strict and (self.missing or self.unexpected) else []
         if problems := [*self._problems, *unfit]:
-            raise UsageError(f"{self._where}: {'; '.join(problems)}; the rest was loaded")
+            raise UsageError(
+                f"{self._where}: {'; '.join(problems)}; the rest was loaded", code="state-dict-partly-loaded"
+            )
 
     def _run_post_hooks(self, module: nn.Module) -> None:
-        """In torch's order: of children before those around them. Once."""
+        """Run these hooks once, in torch's order: children before the modules around them."""
         if self._told:
             return
         self._told = True

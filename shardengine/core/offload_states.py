@@ -1,6 +1,6 @@
-"""Freeing the device between two phases of a program: states and weights that rest there move to host memory, and back.
+"""Frees the device between two phases of a program: moves states and weights to host memory, and back.
 
-Owns: what can be moved, and when. Must not know: what it is used for.
+Owns: which state can be moved, and when. Must not know: the use of the freed memory.
 """
 
 from __future__ import annotations
@@ -17,16 +17,19 @@ from shardengine.runtime import UnshardState, hooks
 from shardengine.sharding import AWAY
 
 STATES = ("optimizer", "weights")
-"""What can leave the device: master weights with optimizer state, and the weights (the shards, where they are)."""
+"""The state that can leave the device: master weights with optimizer state, and weights (shards, if sharded)."""
 
 
 def offload(
     core: Core, optimizer: ShardedOptimizer | None, module: nn.Module, include: Iterable[str], *, pinned: bool
 ) -> None:
-    """Move ``include`` of what rests on the device to host memory. See ``Engine.offload_states``."""
+    """Move the part ``include`` of the state on the device to host memory. See ``Engine.offload_states``."""
     wanted = {include} if isinstance(include, str) else set(include)
     if unknown := wanted - set(STATES):
-        raise UsageError(f"offload_states: expected some of {', '.join(STATES)}, got {sorted(map(str, unknown))}")
+        raise UsageError(
+            f"offload_states: expected some of {', '.join(STATES)}, got {sorted(map(str, unknown))}",
+            code="offload-states-unknown-name",
+        )
     core.step_state.require("offload_states")
     if optimizer is not None:
         optimizer.await_reader()
@@ -34,7 +37,7 @@ def offload(
     core.schedule.reshard_all()
     core.adopt_written_weights()
     core.reducer.discard()
-    with torch.inference_mode(False), torch.no_grad():  # what is made here outlives the caller's mode
+    with torch.inference_mode(False), torch.no_grad():  # tensors made here outlive the caller's mode
         _move_to_host(core, module, wanted, pinned=pinned)
     core.pool.clear()
     core.mesh.platform.free_cached()
@@ -58,7 +61,9 @@ def _move_to_host(core: Core, module: nn.Module, wanted: set[str], *, pinned: bo
 
 
 def reload(core: Core) -> None:
-    """The weights and states of ``core`` are back. After an error the engine still refuses; it may be tried again."""
+    """Move the weights and states of ``core`` back. After an error the engine still rejects calls, and this can be
+    retried.
+    """
     with torch.inference_mode(False), torch.no_grad():
         for unit in core.units if core.step_state.offloaded else ():
             for flat_buffer in unit.flat_buffers:

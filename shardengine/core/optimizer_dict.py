@@ -143,7 +143,8 @@ def load(core: Core, optimizer: ShardedOptimizer, given: Mapping[str, Any]) -> N
         if row is not None and row != rows[0]:
             error = MismatchError(
                 f"optimizer.load_state_dict: rank {rank} has another dict than rank 0 (options, step counts, or which "
-                "states it has): expected the same on every rank, or {} on all but rank 0; nothing was loaded"
+                "states it has): expected the same on every rank, or {} on all but rank 0; nothing was loaded",
+                code="optimizer-state-differs-between-ranks",
             )
             core.collectives.failures.mark_known(error)  # every rank raises
             raise error

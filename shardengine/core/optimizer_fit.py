@@ -100,7 +100,9 @@ def take_options(optimizer: ShardedOptimizer, found: Fit) -> None:
 
 
 def _refuse(core: Core, text: str) -> NoReturn:
-    raise UsageError(f"{_CALL} (rank {core.mesh.rank}): {text}; nothing was loaded")
+    raise UsageError(
+        f"{_CALL} (rank {core.mesh.rank}): {text}; nothing was loaded", code="optimizer-state-does-not-fit"
+    )
 
 
 # Parameters

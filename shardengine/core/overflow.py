@@ -35,7 +35,8 @@ def report(core: Core, scaler: LossScaler, verdict: Verdict, *, taken: bool = Fa
     if scaler.policy.dynamic:
         raise LossScaleError(
             f"gradients are not finite although the loss scale is at its minimum ({scaler.policy.minimum:g}), {came}. "
-            f"{left}: look for a division by zero or a learning rate that is too high, or compute in bf16"
+            f"{left}: look for a division by zero or a learning rate that is too high, or compute in bf16",
+            code="grad-nonfinite-at-minimum-scale",
         )
     if taken:
         left = (
@@ -47,7 +48,8 @@ def report(core: Core, scaler: LossScaler, verdict: Verdict, *, taken: bool = Fa
     raise NonfiniteGradientError(
         f"gradients are not finite{often}, {came}. {left}. Look for a division by zero, a logarithm of zero, a "
         "learning rate that is too high or an overflow in a low-precision sum; the config's nonfinite_gradients "
-        '("skip", "raise" or "step") says what happens to such a step.'
+        '("skip", "raise" or "step") says what happens to such a step.',
+        code="grad-nonfinite",
     )
 
 

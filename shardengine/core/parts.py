@@ -63,12 +63,14 @@ class Core:
                 kind = "module" if isinstance(value, nn.Module) else "parameter"
                 raise UsageError(
                     f"{kind} {name!r} was replaced after initialize (rank {self.mesh.rank}): expected the one that "
-                    "initialize saw; change the model first, then call initialize"
+                    "initialize saw; change the model first, then call initialize",
+                    code="model-changed-after-initialize",
                 )
         if sum(len(m._parameters) + len(m._modules) for m in self.partition.modules) != len(self.partition.places):
             raise UsageError(
                 f"a parameter or module was added or removed after initialize (rank {self.mesh.rank}): expected the "
-                "ones that initialize saw; change the model first, then call initialize"
+                "ones that initialize saw; change the model first, then call initialize",
+                code="model-changed-after-initialize",
             )
         hides = self.stage.moves_weights or self.deferred_gather is not None
         dtypes = {flat_buffer.dtype for unit in self.units for flat_buffer in unit.flat_buffers} if hides else ()
@@ -76,7 +78,8 @@ class Core:
             if restore_poison(dtype, self.mesh.platform):
                 raise UsageError(
                     f"a parameter was written while its weights were elsewhere (rank {self.mesh.rank}); the write is "
-                    "lost. Write inside `with engine.full_params(writable=True):`"
+                    "lost. Write inside `with engine.full_params(writable=True):`",
+                    code="weights-written-while-sharded",
                 )
         self.adopt_written_weights(masters=False)
         self.written.refuse_moved()

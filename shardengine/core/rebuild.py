@@ -80,7 +80,8 @@ def follow(core: Core, model: nn.Module, config: Config, optimizer: ShardedOptim
             raise UsageError(
                 f"parameter {name!r} was unfrozen after initialize, and no optimizer group holds it (rank "
                 f"{core.mesh.rank}): call engine.optimizer.add_param_group({{'params': [...]}}) on every rank before "
-                "the next forward, or freeze it again"
+                "the next forward, or freeze it again",
+                code="weights-unfrozen-without-group",
             )
     if not unfrozen or optimizer is None:
         return core
@@ -147,12 +148,16 @@ def add_group(
 def _append(core: Core, model: nn.Module, optimizer: ShardedOptimizer, group: dict[str, Any]) -> None:
     if not isinstance(group, dict) or "params" not in group:
         came = f"a dict with {sorted(group)}" if isinstance(group, dict) else type(group).__name__
-        raise UsageError(f'add_param_group: expected a dict with "params" and options, got {came}')
+        raise UsageError(
+            f'add_param_group: expected a dict with "params" and options, got {came}', code="param-group-not-a-dict"
+        )
     groups = optimizer.param_groups
     if not isinstance(group["params"], (Tensor, set)):
         group["params"] = list(group["params"])
         if not group["params"]:
-            raise UsageError("add_param_group: expected at least one parameter in the group, got none")
+            raise UsageError(
+                "add_param_group: expected at least one parameter in the group, got none", code="param-group-empty"
+            )
         _refuse_known(core, groups, group["params"])
     elif isinstance(group["params"], Tensor):
         _refuse_known(core, groups, [group["params"]])
@@ -173,7 +178,8 @@ def _refuse_known(core: Core, groups: list[dict[str, Any]], given: list[Any]) ->
         if id(parameter) in number_of:
             raise UsageError(
                 f"add_param_group: parameter {names.get(id(parameter))!r} is in optimizer group "
-                f"{number_of[id(parameter)]} already (rank {core.mesh.rank}): expected parameters that are in no group"
+                f"{number_of[id(parameter)]} already (rank {core.mesh.rank}): expected parameters that are in no group",
+                code="param-group-parameter-twice",
             )
         number_of[id(parameter)] = len(groups)
 

@@ -220,12 +220,12 @@ class Return:
     def check(self) -> None:
         """``UsageError`` where a step was lost."""
         if self.problem:
-            raise UsageError(self.problem)
+            raise UsageError(self.problem, code="reset-step-not-finished")
 
     def check_hook(self) -> None:
         """``UsageError`` where training cannot go on with the hook."""
         if self.hook:
-            raise UsageError(self.hook)
+            raise UsageError(self.hook, code="reset-hook-out-of-step")
 
 
 def reset(core: Core, optimizer: ShardedOptimizer | None, steps: int) -> Return:
@@ -314,7 +314,8 @@ def _renew_groups(core: Core) -> None:
     except RuntimeError as error:
         raise CommunicationError(
             f"engine.reset() on rank {collectives.mesh.rank}: new process groups could not be built: {error}. Start "
-            "the ranks again"
+            "the ranks again",
+            code="reset-groups-not-rebuilt",
         ) from error
     finally:
         meeting.end(before)

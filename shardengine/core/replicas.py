@@ -46,7 +46,8 @@ def check(config: Config, needs: Needs, plan: Layout, kind: str | None) -> None:
     if found:
         raise UsageError(
             f"comm_hook {config.comm_hook.name}: expected an optimizer that steps each element from itself, with "
-            f"weights (or master weights) and states in fp32, of which means can be taken; got {found}"
+            f"weights (or master weights) and states in fp32, of which means can be taken; got {found}",
+            code="hook-optimizer-without-means",
         )
 
 

@@ -62,7 +62,8 @@ def check_clips(mesh: Mesh) -> None:
     if mesh.beside:
         raise UsageError(
             f"engine.clip_grad_norm_ on a part of a mesh with the dimension {mesh.beside} (rank {mesh.rank}) would "
-            f"clip by the norm of this part of the model alone: {_BY_HAND}"
+            f"clip by the norm of this part of the model alone: {_BY_HAND}",
+            code="clip-on-part-of-mesh",
         )
 
 

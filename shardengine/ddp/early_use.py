@@ -93,5 +93,6 @@ class EarlyUse:
                 "a parameter got a second gradient in one backward, for the first time in this run, and "
                 "offload_optimizer.step_in_backward may have stepped with what came before: expected a module that is "
                 "called twice under re-entrant checkpointing to be so from the first step on. Set that key to false, "
-                "and call engine.reset() on every rank, which says whether a checkpoint must be loaded"
+                "and call engine.reset() on every rank, which says whether a checkpoint must be loaded",
+                code="step-in-backward-late-gradient",
             )

@@ -176,7 +176,8 @@ class LocalSum:
                 raise UsageError(
                     f"the gradient of {name!r} was changed in place after the engine took it (rank "
                     f"{self._bucket.rank}): expected a hook to copy what it keeps, gradient.clone(), before it "
-                    "changes it"
+                    "changes it",
+                    code="grad-changed-after-taken",
                 )
 
     @property

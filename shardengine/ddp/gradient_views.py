@@ -360,7 +360,8 @@ class GradientViews:
     def _over(self, index: int) -> UsageError:
         return UsageError(
             f"this gradient of {self.layout.parameters[index].name!r} is of a step that is over (rank {self._rank}): "
-            "expected parameter.grad between the window's last backward and step(), or a copy of it, grad.clone()"
+            "expected parameter.grad between the window's last backward and step(), or a copy of it, grad.clone()",
+            code="grad-of-past-step",
         )
 
     def require_complete(self, index: int) -> None:
@@ -369,7 +370,8 @@ class GradientViews:
         if complete is not None and torch._C._current_graph_task_id() >= 0:
             raise UsageError(
                 f"{self.layout.parameters[index].name!r}.grad is used while backward runs (rank {self._rank}), when it "
-                "is this rank's alone: expected that after backward; a hook on the tensor is given its gradient"
+                "is this rank's alone: expected that after backward; a hook on the tensor is given its gradient",
+                code="grad-used-during-backward",
             )
         self._complete = None
         if complete is not None:
@@ -485,7 +487,9 @@ class GradientViews:
         self.require_complete(index)
         name = self.layout.parameters[index].name
         if self._fixed:
-            raise UsageError(f"{name!r}.grad cannot be changed (rank {self._rank}): {self._fixed}")
+            raise UsageError(
+                f"{name!r}.grad cannot be changed (rank {self._rank}): {self._fixed}", code="grad-cannot-change-now"
+            )
         factor = _factor(operation, arguments, options)
         if self._scale != 1 and factor is None:
             scaled = _scaled_bounds(operation, arguments, options, self._scale)
@@ -493,7 +497,8 @@ class GradientViews:
                 raise UsageError(
                     f"{name!r}.grad is multiplied with the loss scale {self._scale:g} (rank {self._rank}): expected a "
                     "multiplication, a clamp between numbers, or changes inside "
-                    "`with engine.full_grads(writable=True):`, which shows it without"
+                    "`with engine.full_grads(writable=True):`, which shows it without",
+                    code="grad-change-while-scaled",
                 )
             operation, arguments, options = _clamp_finite, scaled, {}
         self._note(index, operation, arguments)
@@ -570,7 +575,8 @@ class GradientViews:
             "buckets, which is sharded over the ranks. Possible are its 2-norm, and in place a multiplication, "
             "grad.mul_(2), and other operations on each element, also with a mask of the whole shape where a part of "
             "it is meant: grad.mul_(mask), grad.masked_fill_(mask, 0.0). Read whole ones on every rank inside `with "
-            f"engine.full_grads([{name!r}]) as grads:`; engine.optimizer is the optimizer that steps with them"
+            f"engine.full_grads([{name!r}]) as grads:`; engine.optimizer is the optimizer that steps with them",
+            code="grad-operation-refused",
         )
 
     def _refuse_in_its_place(self, index: int, current: object) -> NoReturn:
@@ -578,12 +584,14 @@ class GradientViews:
             raise UsageError(
                 f"{self.layout.parameters[index].name!r}.grad was replaced by {current!r} (rank {self._rank}), which "
                 "shows what is in the engine's bucket at the time: expected a copy of its own gradient, grad.clone(), "
-                f"or a plain tensor, as `with engine.full_grads() as grads:` has them"
+                f"or a plain tensor, as `with engine.full_grads() as grads:` has them",
+                code="grad-replaced-by-another",
             )
         raise UsageError(
             f"{self.layout.parameters[index].name!r}.grad was set to None between backward and step() (rank "
             f"{self._rank}), but its gradient is in the engine's bucket: expected engine.zero_grad() on every rank to "
-            "forget the window (also instead of model.zero_grad()), or .grad.zero_()"
+            "forget the window (also instead of model.zero_grad()), or .grad.zero_()",
+            code="grad-set-to-none",
         )
 
     def _parts(self, index: int) -> Iterator[tuple[Tensor, int, torch.dtype]]:
@@ -623,7 +631,8 @@ class GradientViews:
                 return near if scale == 1 else near * scale
         raise UsageError(
             f"a copy of {self.layout.parameters[argument.number].name!r}.grad is of a time when rank {self._rank} held "
-            'other elements of it: expected "recut_buckets": false in zero_optimization, where copies are kept'
+            'other elements of it: expected "recut_buckets": false in zero_optimization, where copies are kept',
+            code="grad-copy-after-recut",
         )
 
 

@@ -123,14 +123,14 @@ class Join:
             return
         options = [None if each & 63 == _NONE else each & ~63 for each in said]
         if any(option != options[0] for option in options):
-            raise MismatchError(_differ(options))
+            raise MismatchError(_differ(options), code="join-differs-between-ranks")
         if not self.is_open:
             return
         counts = tuple(None if each & 63 == _HAS_DATA else each & 63 for each in said)
         self.heard = Attendance(counts)
         self.gone = self.heard.dry
         if self._throws and self.heard.dry and len(set(counts)) > 1:
-            raise EarlyTerminationError(_early(counts))
+            raise EarlyTerminationError(_early(counts), code="join-ended-early")
 
 
 def _differ(options: Sequence[int | None]) -> str:

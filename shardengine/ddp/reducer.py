@@ -295,7 +295,9 @@ class Reducer:
         if gradient.layout is not torch.strided and not self.rules.steps_everything:
             name = states[0].name_of(parameter)
             raise UsageError(
-                f"parameter {name!r} has a sparse gradient: expected a dense one at every stage but 0; use sparse=False"
+                f"parameter {name!r} has a sparse gradient: expected a dense one at every stage but 0; use "
+                "sparse=False",
+                code="grad-sparse-beyond-stage-0",
             )
         self.used.add(parameter)
         if self._came is not None:
@@ -493,7 +495,8 @@ class Reducer:
             f"static_graph: parameter {first!r} has {'a' if added else 'no'} gradient on rank {rank}, and had "
             f"{'none' if added else 'one'} in the first window{more} (this is rank {self._collectives.mesh.rank}): "
             "expected every window of a rank to use the same parameters; set that key to false, and call engine."
-            f"{'reset' if self.step_state.must_be_stepped else 'zero_grad'}() on every rank to go on without this one"
+            f"{'reset' if self.step_state.must_be_stepped else 'zero_grad'}() on every rank to go on without this one",
+            code="static-graph-changed",
         )
 
     def powers_here(self, order: float) -> dict[int, Tensor]:

@@ -233,11 +233,12 @@ class StepState:
         if self._hook_runs:
             raise UsageError(
                 f"{shown or call} inside of a communication hook (rank {self.rank}), which runs in the middle of "
-                "backward: expected it after backward, or after the step"
+                "backward: expected it after backward, or after the step",
+                code="hook-calls-engine",
             )
         for need in NEEDS[call]:
             if (sentence := need(self, shown or call)) is not None:
-                raise UsageError(sentence)
+                raise UsageError(sentence, code="call-at-wrong-time")
 
 
 # What a call may need: the sentence where it is missing, else None.

@@ -78,7 +78,8 @@ class Window:
         if not self.managed:
             raise UsageError(
                 "set_gradient_accumulation_boundary: expected no call where managed_gradient_accumulation is false; "
-                "every step() ends the window there"
+                "every step() ends the window there",
+                code="accumulation-boundary-not-managed",
             )
         self._override = boundary
 
@@ -103,7 +104,8 @@ class Window:
             raise UsageError(
                 f"backward of micro-batch {self.done + 1} of {self.size}: expected a loss of a new forward, got one "
                 f"of the forward whose backward was micro-batch {place + 1}; add the losses of one forward and call "
-                "engine.backward once, or set gradient_accumulation_steps to 1"
+                "engine.backward once, or set gradient_accumulation_steps to 1",
+                code="backward-of-same-forward",
             )
 
     def backward_failed(self) -> None:

@@ -118,13 +118,13 @@ class Writes:
             digests = [told.get(name) for told, _ in rows]
             written = [each for each in digests if each is not None]
             if any(each != written[0] for each in written):
-                raise MismatchError(_told_of(name, rank, digests))
+                raise MismatchError(_told_of(name, rank, digests), code="weights-written-differently-between-ranks")
             if len(written) < len(digests):
                 uneven[name] = digests
         kept = exchange([self._kept(name) for name in uneven], "what is kept of written weights") if uneven else []
         for (name, digests), parts in zip(uneven.items(), zip(*kept, strict=True), strict=True):
             if [_joined(parts)] not in digests:
-                raise MismatchError(_told_of(name, rank, digests))
+                raise MismatchError(_told_of(name, rank, digests), code="weights-written-differently-between-ranks")
 
 
 def _joined(parts: Sequence[Kept]) -> int | None:

@@ -74,7 +74,8 @@ def _check(
     """``UsageError`` for the first argument that is of another kind than it can be."""
     if torch.is_inference_mode_enabled():
         raise UsageError(
-            "shardengine.initialize: expected a call outside of torch.inference_mode(): nothing trains in it"
+            "shardengine.initialize: expected a call outside of torch.inference_mode(): nothing trains in it",
+            code="initialize-in-inference-mode",
         )
     if not isinstance(model, nn.Module):
         raise _no_module(model, config)
@@ -135,7 +136,10 @@ def said_by(optimizer: OptimizerLike) -> dict[str, Any]:
 
 
 def _refused(name: str, expected: str, value: Any, cure: str) -> UsageError:
-    return UsageError(f"shardengine.initialize: expected {name} to be {expected}, got {_kind(value)}{cure}")
+    return UsageError(
+        f"shardengine.initialize: expected {name} to be {expected}, got {_kind(value)}{cure}",
+        code="initialize-wrong-type",
+    )
 
 
 def _kind(value: Any) -> str:

@@ -229,13 +229,15 @@ class Engine(Inspection):
         if not isinstance(divide, bool) or not isinstance(gradient, Tensor | None):
             raise UsageError(
                 f"backward: expected gradient= as a tensor and divide= as True or False, got {type(gradient).__name__} "
-                f"and {divide!r}; retain_graph is passed by name"
+                f"and {divide!r}; retain_graph is passed by name",
+                code="backward-wrong-argument",
             )
         if not isinstance(loss, Tensor) or not loss.requires_grad or (loss.numel() != 1 and gradient is None):
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise UsageError(
                 f"backward: expected a scalar loss with a graph, or gradient= for one that is no scalar, got {shape}"
-                + (" without requires_grad" if isinstance(loss, Tensor) and not loss.requires_grad else "")
+                + (" without requires_grad" if isinstance(loss, Tensor) and not loss.requires_grad else ""),
+                code="loss-not-scalar-with-graph",
             )
         schedule = self._need_core().schedule
         schedule.finish_open_backward()
@@ -265,7 +267,9 @@ class Engine(Inspection):
         schedule, optimizer = self._need_core().schedule, self._need_optimizer("scale()")
         if not isinstance(loss, Tensor) or not loss.requires_grad or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise UsageError(f"scale: expected a scalar loss with a graph, got {shape}")
+            raise UsageError(
+                f"scale: expected a scalar loss with a graph, got {shape}", code="loss-not-scalar-with-graph"
+            )
         scale = optimizer.loss_scale
         self._core.reducer.note_scale(scale)
         if not self._core.reducer.rules.scaled:
@@ -316,7 +320,9 @@ class Engine(Inspection):
             ("throw_on_early_termination", throw_on_early_termination),
         ):
             if not isinstance(value, bool):
-                raise UsageError(f"engine.join: expected {name}= as True or False, got {value!r}")
+                raise UsageError(
+                    f"engine.join: expected {name}= as True or False, got {value!r}", code="join-wrong-argument"
+                )
         optimizer = self._need_optimizer("join()")
         if not enable:
             return nullcontext()
@@ -796,7 +802,8 @@ class Engine(Inspection):
         """An engine holds process groups, files and hooks."""
         raise UsageError(
             "an engine cannot be copied or pickled: expected engine.save_checkpoint(dir), engine.state_dict() or "
-            "engine.save_pretrained(dir), or a copy of the model before initialize"
+            "engine.save_pretrained(dir), or a copy of the model before initialize",
+            code="engine-copied",
         )
 
     def __iter__(self) -> NoReturn:
@@ -810,7 +817,8 @@ class Engine(Inspection):
         """Refused: the engine owns where and in which dtype the weights live."""
         raise UsageError(
             "the engine cannot be moved or cast after initialize, its buckets hold the weights: call .to(), .half(), "
-            ".cuda() and the like on the model before initialize"
+            ".cuda() and the like on the model before initialize",
+            code="weights-moved-after-initialize",
         )
 
     half = float = double = bfloat16 = cuda = cpu = to

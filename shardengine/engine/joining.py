@@ -49,18 +49,21 @@ def joined(optimizer: ShardedOptimizer, loop: Loop, *, by_active: bool, throws: 
         raise UsageError(
             "engine.join: with offload_optimizer.step_in_backward buckets are stepped before it is known which ranks "
             "have data: expected divide_by_initial_world_size=True and throw_on_early_termination=False, or that key "
-            "to be false"
+            "to be false",
+            code="join-step-in-backward",
         )
     if by_active and core.reducer.rules.divisor != core.mesh.ranks:
         raise UsageError(
             f"engine.join: expected divide_by_initial_world_size=True where sums of gradients are divided by "
             f"{core.reducer.rules.divisor:g} and not by the number of ranks, {core.mesh.ranks}: there is no mean over "
-            "the ranks that have data; or leave out gradient_divide_factor and gradient_allreduce_op"
+            "the ranks that have data; or leave out gradient_divide_factor and gradient_allreduce_op",
+            code="join-with-divide-factor",
         )
     if _open:
         raise UsageError(
             "engine.join() inside another engine's join(): a rank without data would serve one engine until its end, "
-            "while the others wait for it in the other one; expected one engine per loop"
+            "while the others wait for it in the other one; expected one engine per loop",
+            code="join-nested",
         )
     join = core.step_state.join
     join.open(by_active=by_active, throws=throws)
@@ -126,6 +129,8 @@ def _serve_window(loop: Loop) -> None:
             except MismatchError as error:
                 if not guesses:
                     raise
-                raise MismatchError(f"{error}. {_GUESSED.format(state.rank)}") from error
+                raise MismatchError(
+                    f"{error}. {_GUESSED.format(state.rank)}", code="join-unit-order-unknown"
+                ) from error
         if not state.is_agreed and part.synchronises:
             window.count()

@@ -318,5 +318,6 @@ def check(given: Sequence[Any]) -> None:
         if not all(callable(getattr(monitor, name, None)) for name in ("write", "close")):
             raise UsageError(
                 f"initialize: monitors[{number}] is {type(monitor).__name__}: expected an object with write(step, "
-                "values) and close()"
+                "values) and close()",
+                code="monitor-without-write-and-close",
             )

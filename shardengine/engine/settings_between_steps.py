@@ -32,7 +32,8 @@ def set_batch(core: Core, config: Config, call: str, *, total: Any = None, micro
         if isinstance(given, bool) or not isinstance(given, int) or given < 1 or given % each:
             raise UsageError(
                 f"{call}: expected a number of samples above 0{stays}, got {given!r} (rank {core.mesh.rank}); nothing "
-                "has changed"
+                "has changed",
+                code="batch-size-invalid",
             )
         return config.with_batch(core.mesh.ranks, total=total, micro=micro)
 
@@ -46,17 +47,21 @@ def set_divide_factor(core: Core, config: Config, call: str, factor: Any) -> Con
         known = isinstance(factor, int | float) and not isinstance(factor, bool)
         if not known or not 0 < factor < math.inf:
             raise UsageError(
-                f"{call}: expected a finite number above 0, got {factor!r} (rank {core.mesh.rank}); nothing has changed"
+                f"{call}: expected a finite number above 0, got {factor!r} (rank {core.mesh.rank}); nothing has "
+                "changed",
+                code="divide-factor-invalid",
             )
         if core.step_state.replicas.name:
             raise UsageError(
                 f"{call}: expected no comm_hook {core.step_state.replicas.name}, which takes means (rank "
-                f"{core.mesh.rank}); nothing has changed"
+                f"{core.mesh.rank}); nothing has changed",
+                code="divide-factor-with-averaging-hook",
             )
         if isinstance(core.reducer.hook, comm_hooks.WholeGradients):
             raise UsageError(
                 f"{call}: expected no function from engine.register_comm_hook, which brings a mean that is not divided "
-                f"any more (rank {core.mesh.rank}): let that function divide by {factor:g}; nothing has changed"
+                f"any more (rank {core.mesh.rank}): let that function divide by {factor:g}; nothing has changed",
+                code="hook-with-divide-factor",
             )
         return dataclasses.replace(config, gradient_divide_factor=float(factor))
 

@@ -1,25 +1,25 @@
 """The update: norm, clipping, the step on shards, loss scale, schedules, and the optimizers that exist only here.
 
- arithmetic         interface for stepping elements; the updates that the kernels implement
- elementwise        a class of torch's or of the user's, on slices of parameters
- probe              whether a class can be stepped on slices
- needs              requirements of an optimizer on a layout
- adafactor          Adafactor's arithmetic, with its states of rows and columns
- sums               sums over whole parameters, computed from slices: owners, messages
- muon               Muon's arithmetic, which needs whole matrices
- muon_with_adamw    Muon with AdamW for the rest, as one torch optimizer
- matrices           whole matrices, assembled from slices: owners, batches, messages
- optimizer          torch's optimizer interface over shards; norm, clipping factor, the order of buckets
- options            which values the options of groups may have
- resolve            an optimizer in any form that initialize takes, checked
- foreign            optimizers of other libraries, by name
- averages           moving averages of the weights
- update             the step of one bucket, and which of its elements are stepped together
- torch_hooks        torch's hooks of an optimizer, and the contents of optimizer.state
- in_backward        steps during backward
- loss_scale         fp16's scale, and which steps are skipped
- lr_schedules       the schedules of the config
- lion               Lion as a torch optimizer
+arithmetic         interface for stepping elements; the updates that the kernels implement
+elementwise        a class of torch's or of the user's, on slices of parameters
+probe              whether a class can be stepped on slices
+needs              requirements of an optimizer on a layout
+adafactor          Adafactor's arithmetic, with its states of rows and columns
+sums               sums over whole parameters, computed from slices: owners, messages
+muon               Muon's arithmetic, which needs whole matrices
+muon_with_adamw    Muon with AdamW for the rest, as one torch optimizer
+matrices           whole matrices, assembled from slices: owners, batches, messages
+optimizer          torch's optimizer interface over shards; norm, clipping factor, the order of buckets
+options            which values the options of groups may have
+resolve            an optimizer in any form that initialize takes, checked
+foreign            optimizers of other libraries, by name
+averages           moving averages of the weights
+update             the step of one bucket, and which of its elements are stepped together
+torch_hooks        torch's hooks of an optimizer, and the contents of optimizer.state
+in_backward        steps during backward
+loss_scale         fp16's scale, and which steps are skipped
+lr_schedules       the schedules of the config
+lion               Lion as a torch optimizer
 
 Must not know: stages, checkpoints, the engine.
 """

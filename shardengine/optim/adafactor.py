@@ -178,7 +178,8 @@ class Adafactor(Arithmetic):
         if (group.get("beta1") is None) != (first.get("beta1") is None):
             raise UsageError(
                 f"{what}: expected beta1 to be None in all groups, or in none, got {group.get('beta1')} in group "
-                f"{index} and {first.get('beta1')} in group 0"
+                f"{index} and {first.get('beta1')} in group 0",
+                code="optimizer-groups-differ",
             )
 
     def begin_sums(self, groups: Sequence[dict[str, Any]], steps: Mapping[int, int], sums: WholeSums) -> None:
@@ -212,7 +213,8 @@ class Adafactor(Arithmetic):
             options = {key: value for key, value in groups[index].items() if key not in ("params", "param_names")}
             raise UsageError(
                 f"step: optimizer group {index} has other options than {self.kind} takes: expected those that its "
-                f"class was made with, numbers where they were numbers, got {str(options)[:300]} ({error})"
+                f"class was made with, numbers where they were numbers, got {str(options)[:300]} ({error})",
+                code="optimizer-option-invalid",
             ) from error
 
     def _advance(self, spec: ParameterSpec, options: _AdafactorOptions, found: Tensor, size: float) -> _New:

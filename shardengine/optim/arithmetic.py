@@ -267,7 +267,8 @@ class Declared(Arithmetic):
             options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
             raise UsageError(
                 f"optimizer group {index}: {self.kind} cannot be stepped with {str(options)[:300]}: expected its "
-                f"options as torch has them, numbers that are numbers ({type(error).__name__}: {error})"
+                f"options as torch has them, numbers that are numbers ({type(error).__name__}: {error})",
+                code="optimizer-option-invalid",
             ) from error
         return KernelAction(rule, noise, state_noise)
 
@@ -301,10 +302,12 @@ def check_options(group: Mapping[str, Any], optimizer: str, index: int, first: M
         if group.get(option):
             raise UsageError(
                 f"{optimizer}: option {option}=True in group {index} is not in the arithmetic of the other groups; set "
-                "it to False, or to True in all groups of the optimizer that initialize is given"
+                "it to False, or to True in all groups of the optimizer that initialize is given",
+                code="optimizer-groups-differ",
             )
     if bool(group.get(DECOUPLED)) != bool(first.get(DECOUPLED)):
         raise UsageError(
             f"{optimizer}: {DECOUPLED}={group.get(DECOUPLED)} in group {index}, expected {first.get(DECOUPLED)} as "
-            "in group 0: one engine runs one kind of optimizer"
+            "in group 0: one engine runs one kind of optimizer",
+            code="optimizer-groups-differ",
         )

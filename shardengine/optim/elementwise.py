@@ -146,7 +146,8 @@ class Workers:
         if self.states is not None and state.keys() != {*self.states, *self.facts}:
             raise UsageError(
                 f"optimizer {self.name}: it keeps {sorted(state)} of a parameter of shape {tuple(each.weight.shape)}, "
-                f"and kept {sorted((*self.states, *self.facts))} in a trial at initialize; {_STAYS}"
+                f"and kept {sorted((*self.states, *self.facts))} in a trial at initialize; {_STAYS}",
+                code="optimizer-state-unlike-trial",
             )
         before, found = each.states or {}, dict(state)
         states = {key: found.pop(key) for key in state if self._is_by_element(key, state[key], each.weight)}
@@ -165,7 +166,8 @@ class Workers:
             if (other := names.setdefault(value.data_ptr(), repr(name))) != repr(name):
                 raise UsageError(
                     f"optimizer {self.name}: its state {name!r} is the same tensor as {other}: expected tensors of "
-                    "their own, which are kept apart"
+                    "their own, which are kept apart",
+                    code="optimizer-state-shared",
                 )
 
     def _is_by_element(self, name: str, value: Any, weight: Tensor) -> bool:
@@ -177,7 +179,8 @@ class Workers:
             raise UsageError(
                 f"optimizer {self.name}: its state {name!r} is {came} for a parameter of shape {tuple(weight.shape)}, "
                 f"and was {'of' if name in self.states else 'not of'} the parameter's shape in a trial at initialize; "
-                f"{_STAYS}"
+                f"{_STAYS}",
+                code="optimizer-state-unlike-trial",
             )
         return name in self.states
 
@@ -252,7 +255,8 @@ class Elementwise(Arithmetic):
             except Exception as error:
                 raise UsageError(
                     f"optimizer {self.kind}: its {method}() raised {type(error).__name__}: {str(error)[:300]}; nothing "
-                    "was stepped"
+                    "was stepped",
+                    code="optimizer-raised-in-step",
                 ) from error
             self.moves_weights |= any(not self._is_example(pilot) for pilot in slices)
             for names, pilot in zip(of_group, slices, strict=False):
@@ -290,7 +294,8 @@ class Elementwise(Arithmetic):
         if unknown := new.states.keys() - self._learnt.states.keys():
             raise UsageError(
                 f"add_param_group: {self.kind} keeps {sorted(unknown)[0]!r} with the options of the new group, and not "
-                "with those of the others: expected options with which it keeps the same"
+                "with those of the others: expected options with which it keeps the same",
+                code="optimizer-groups-differ",
             )
 
     def apply(
@@ -305,7 +310,8 @@ class Elementwise(Arithmetic):
                 if state.dtype is not self._learnt.states[name]:
                     raise UsageError(
                         f"optimizer {self.kind}: its state {name!r} is {state.dtype}, and was "
-                        f"{self._learnt.states[name]} in a trial at initialize; {_STAYS}"
+                        f"{self._learnt.states[name]} in a trial at initialize; {_STAYS}",
+                        code="optimizer-state-unlike-trial",
                     )
                 if state.data_ptr() != flats[name][cut].data_ptr():
                     flats[name][cut].copy_(state)

@@ -142,7 +142,8 @@ class StepsInBackward:
                 raise UsageError(
                     "the optimizer's options (learning rates and the like) were changed between backward and step(), "
                     "and offload_optimizer.step_in_backward has used the old ones: change them before backward, or "
-                    "set that key to false. To go on, set them back and call step() again"
+                    "set that key to false. To go on, set them back and call step() again",
+                    code="optimizer-changed-after-backward",
                 )
 
     def wait(self) -> None:

@@ -45,7 +45,8 @@ class Lion(torch.optim.Optimizer):
                 if parameter.dtype is not torch.float32 or parameter.grad.layout is not torch.strided:
                     raise UsageError(
                         f"Lion: expected dense fp32 parameters, got {parameter.dtype} with a gradient of layout "
-                        f"{parameter.grad.layout}; shardengine.initialize keeps fp32 master weights for bf16 ones"
+                        f"{parameter.grad.layout}; shardengine.initialize keeps fp32 master weights for bf16 ones",
+                        code="optimizer-lion-parameter-unsupported",
                     )
                 state = self.state[parameter]
                 if not state:

@@ -78,12 +78,15 @@ def check(config: SchedulerConfig) -> None:
 def check_attached(scheduler: object, optimizer: torch.optim.Optimizer) -> None:
     """Raise ``UsageError`` unless the engine can step ``scheduler`` and it drives ``optimizer``'s groups."""
     if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
-        raise UsageError(f"lr_scheduler: expected a torch LRScheduler, got {type(scheduler).__name__}")
+        raise UsageError(
+            f"lr_scheduler: expected a torch LRScheduler, got {type(scheduler).__name__}", code="scheduler-wrong-type"
+        )
     theirs, ours = scheduler.optimizer.param_groups, optimizer.param_groups
     if len(theirs) != len(ours) or any(a is not b for a, b in zip(theirs, ours, strict=True)):
         raise UsageError(
             "lr_scheduler: it was made for another optimizer; expected one over the optimizer given to initialize, "
-            "or a function from the engine's optimizer to a scheduler"
+            "or a function from the engine's optimizer to a scheduler",
+            code="scheduler-of-another-optimizer",
         )
 
 
@@ -102,7 +105,8 @@ def check_extended(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
                 f"add_param_group: the scheduler {type(part).__name__} cannot schedule the new group ({problem}, "
                 f"expected {len(optimizer.param_groups)}). Give it the group first (for LambdaLR append to its "
                 "lr_lambdas and base_lrs, for ReduceLROnPlateau to its min_lrs; for OneCycleLR put initial_lr, max_lr "
-                "and min_lr into the group), or use one that works with any groups, such as CosineAnnealingLR"
+                "and min_lr into the group), or use one that works with any groups, such as CosineAnnealingLR",
+                code="scheduler-cannot-add-group",
             )
 
 
@@ -111,7 +115,8 @@ def make(given: Any, config: SchedulerConfig | None, optimizer: torch.optim.Opti
     if given is None and config is not None and any(group.get("relative_step") for group in optimizer.param_groups):
         raise UsageError(
             f"scheduler: expected none, got {config.type}: with relative_step=True the optimizer finds its learning "
-            "rate itself; set relative_step=False and give it lr="
+            "rate itself; set relative_step=False and give it lr=",
+            code="scheduler-with-relative-step",
         )
     if given is None:
         return None if config is None else build(config, optimizer)

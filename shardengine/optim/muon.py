@@ -56,7 +56,8 @@ def check_matrices(group: Mapping[str, Any], what: str) -> None:
         if parameter.dim() != 2:
             raise UsageError(
                 f"{what}: Muon steps matrices, got a parameter of shape {tuple(parameter.shape)}: expected it in a "
-                f'group with "{USES_MUON}": False, which AdamW steps'
+                f'group with "{USES_MUON}": False, which AdamW steps',
+                code="optimizer-muon-not-a-matrix",
             )
 
 
@@ -81,7 +82,10 @@ def adjusted_rate(rate: float, how: str | None, shape: Sequence[int]) -> float:
     if how == "match_rms_adamw":
         return rate * (0.2 * math.sqrt(max(rows, columns)))
     if how not in (None, "original"):
-        raise UsageError(f'Muon: expected adjust_lr_fn to be null, "original" or "match_rms_adamw", got {how!r}')
+        raise UsageError(
+            f'Muon: expected adjust_lr_fn to be null, "original" or "match_rms_adamw", got {how!r}',
+            code="optimizer-muon-adjust-unknown",
+        )
     return rate * math.sqrt(max(1, rows / columns))
 
 

@@ -35,7 +35,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
         if not isinstance(param_group, dict) or not isinstance(param_group.get(USES_MUON), bool):
             raise UsageError(
                 f"MuonWithAdamW: expected groups with {USES_MUON!r}, true or false, got "
-                f"{sorted(param_group) if isinstance(param_group, dict) else type(param_group).__name__}"
+                f"{sorted(param_group) if isinstance(param_group, dict) else type(param_group).__name__}",
+                code="optimizer-muon-group-unmarked",
             )
         complete(param_group, None, None)
         super().add_param_group(param_group)
@@ -122,7 +123,8 @@ def from_config(model: nn.Module, chosen: Iterable[Any], params: Mapping[str, An
     if not any(group[USES_MUON] for group in groups):
         raise UsageError(
             'optimizer "Muon": expected a model with trainable matrices that are neither embeddings nor the output '
-            'layer, got none; use "AdamW", or set parameter.use_muon = True where Muon is wanted'
+            'layer, got none; use "AdamW", or set parameter.use_muon = True where Muon is wanted',
+            code="optimizer-muon-no-matrices",
         )
     return MuonWithAdamW(groups)
 

@@ -72,7 +72,10 @@ _AHEAD = 2
 
 
 def _no_states(_given: Any) -> Any:
-    raise UsageError("engine.optimizer: expected the optimizer of an open engine, got one without an engine")
+    raise UsageError(
+        "engine.optimizer: expected the optimizer of an open engine, got one without an engine",
+        code="optimizer-without-engine",
+    )
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if settings.in_backward and form.arithmetic.waits:
             raise UsageError(
                 f"offload_optimizer.step_in_backward: expected AdamW, Adam, SGD or Lion, got {form.kind}, which is "
-                "stepped after the backward; set that key to false"
+                "stepped after the backward; set that key to false",
+                code="optimizer-not-in-backward",
             )
         self.arithmetic = form.arithmetic
         super().__init__(form.groups, form.defaults)
@@ -148,7 +152,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._calls = calls or EngineCalls(reducer.discard, _no_engine, _no_step, lambda method: None)
         self._lent: list[torch.optim.Optimizer] = []  # the user's own; schedulers may have been made for them
         self._reading: Future[None] | None = None
-        self._said = ""
         self.norm: Tensor | None = None
         self.update: Update | None = None
         self._open: tuple[Update, Callable[[Verdict], None]] | None = None
@@ -245,19 +248,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.prefetch(0)
         # 1. norm
         sums, options = self._reducer.agree(self._payload)
-        if not bool((options == options[0]).all()) and not self._differ_in_writes():
-            groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
-            changes = self._reducer.views.take_digest()
-            way = "reset()" if self._step_state.must_be_stepped else "zero_grad()"
-            raise MismatchError(
-                "the optimizer's options (learning rates and the like) differ between ranks, or what was done to "
-                "parameter.grad so far does (clip_grad_norm_ included), or which parameters are frozen, or by what "
-                "backward has divided losses, so their weights would: expected the same on every rank, this one has "
-                f"{groups}, loss scale {self.loss_scale:g}, changes of gradients with the digest {changes:08x}, "
-                f"{self._frozen} frozen parameters and losses divided by {sorted(self.divisors)}; set them and call "
-                f"engine.{way}. A scheduler that is stepped with a metric (ReduceLROnPlateau) needs the same one on "
-                "every rank: average it over the ranks first" + self._told_of_gone()
-            )
+        if not bool((options == options[0]).all()):
+            self._refuse_disagreement()
         self._step_state.writes.agreed()
         norm, squares = self._norm_of(sums[(replicas := self._step_state.replicas).rows])
         if replicas.apart:  # a norm that is not finite anywhere is that of all ranks
@@ -276,17 +268,49 @@ class ShardedOptimizer(torch.optim.Optimizer):
             fixed=_JOINED if self._step_state.join.is_open else self._stepped_with,
         )
 
-    def _differ_in_writes(self) -> bool:
-        """Whether ranks differ in written weights alone; raise if those differ between ranks. Collective."""
-        collectives = self._reducer.collectives
-        told = collectives.exchange_objects(zlib.crc32(self._said.encode()), "the optimizer's options")
-        self._step_state.writes.settle(collectives.mesh.rank, collectives.exchange_objects)
-        return all(each == told[0] for each in told)
+    def _refuse_disagreement(self) -> None:
+        """Raise MismatchError that names the facts of this step that differ between ranks; collective.
 
-    @property
-    def _frozen(self) -> int:
-        """Number of parameters of the layout that are frozen for now."""
-        return sum(not parameter.requires_grad for parameter in self._reducer.views.parameters)
+        Returns if only written weights differ, and raises if these cannot be the same.
+        """
+        collectives = self._reducer.collectives
+        rank = collectives.mesh.rank
+        facts = collectives.exchange_objects(self._facts_of_step(), "the optimizer's options")
+        self._step_state.writes.settle(rank, collectives.exchange_objects)
+        different = [name for name in facts[0] if any(each[name] != facts[0][name] for each in facts)]
+        if not different:
+            return
+        self._reducer.views.take_digest()
+        name = different[0]
+        other = next(number for number, each in enumerate(facts) if each[name] != facts[0][name])
+        lines = itertools.zip_longest(facts[0][name], facts[other][name], fillvalue="nothing")
+        ours, theirs = next(pair for pair in lines if pair[0] != pair[1])
+        way = "reset()" if self._step_state.must_be_stepped else "zero_grad()"
+        raise MismatchError(
+            f"ranks disagree about this step: {' and '.join(different)} differ. Rank 0 has {ours}, rank {other} has "
+            f"{theirs} (this is rank {rank}). Make them equal on all ranks, and call engine.{way}. A scheduler that is "
+            "stepped with a metric (ReduceLROnPlateau) needs the metric's mean over the ranks" + self._told_of_gone(),
+            code="step-differs-between-ranks",
+        )
+
+    def _facts_of_step(self) -> dict[str, list[str]]:
+        """Return the facts of this step that must be the same on every rank, by what a user calls them."""
+        divisors = () if self._step_state.join.is_open else self.divisors  # a rank without data has divided nothing
+        with torch._C.DisableTorchFunctionSubclass():  # poison is asked as fast as any other tensor
+            pairs = zip(self._layout.parameters, self._reducer.views.parameters, strict=True)
+            frozen = [spec.name for spec, parameter in pairs if not parameter.requires_grad]
+        return {
+            "optimizer options": [
+                f"{key} {describe(value)} in group {number}"
+                for number, group in enumerate(self.param_groups)
+                for key, value in group.items()
+                if key != "params"
+            ],
+            "loss scales": [str(self.scaling)],
+            "changes to parameter.grad (also by clip_grad_norm_)": [f"the digest {self._reducer.views.digest:08x}"],
+            "frozen parameters": [f"{name!r} frozen" for name in frozen],
+            "divisors of losses": [str(sorted(divisors))],
+        }
 
     def _norm_of(self, sums: Tensor) -> tuple[Tensor, Tensor]:
         """Return the norm of the complete gradient and each parameter's squares, from the ``sums`` of some ranks."""
@@ -358,15 +382,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             squares[parameter] = near if squares[parameter] is zero else squares[parameter] + near
             if self._layout.parameters[parameter].is_stepped:
                 total += near
-        divisors = () if self._step_state.join.is_open else self.divisors  # a rank without data has divided nothing
-        options = [
-            (key, describe(value)) for group in self.param_groups for key, value in group.items() if key != "params"
-        ]
-        with torch._C.DisableTorchFunctionSubclass():  # poison is asked as fast as any other tensor
-            trained = bytes(parameter.requires_grad for parameter in self._reducer.views.parameters)
-        writes = self._step_state.writes.text
-        text = repr((options, self.scaling, self._reducer.views.digest, sorted(divisors), trained))
-        self._said, text = text, text + writes
+        text = repr(self._facts_of_step()) + self._step_state.writes.text
         digest = torch.tensor([zlib.crc32(text.encode())], dtype=torch.int64).to(torch.uint32)
         values = torch.stack([total, *squares, *self._powers(device)])
         return Payload(digest.view(torch.uint8), values.to(self._reducer.buckets[0].bucket.full.device))
@@ -395,14 +411,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 lambda index: [self._action(label) for label in self._segments_ahead()[index]]
             )
         if tuple(map(self.arithmetic.family, self.param_groups)) != self._families:
-            raise UsageError("optimizer: use_muon of a group was changed after initialize, expected it to stay")
+            raise UsageError(
+                "optimizer: use_muon of a group was changed after initialize, expected it to stay",
+                code="optimizer-use-muon-changed",
+            )
         forms = self.needs.forms
         if any(self._missing_states(bucket_grad.bucket, forms) for bucket_grad in self._reducer.buckets):
             raise UsageError(
                 "SGD: momentum was raised from 0 after initialize; expected momentum from the start"
                 if self.kind == "SGD"
                 else f"{self.kind}: with an option that was changed after initialize it keeps more of each element; "
-                "expected that option from the start"
+                "expected that option from the start",
+                code="optimizer-option-adds-state",
             )
         for each in self.hooked:  # torch's schedulers warn if the optimizer was not stepped before them
             each.__dict__["_opt_called"] = True
@@ -785,20 +805,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.settings.max_value:
             raise UsageError(
                 "clip_grad_norm_: expected no gradient_clipping_value in the config, which clips every element of the "
-                "step's gradients already; leave one of them out"
+                "step's gradients already; leave one of them out",
+                code="clip-by-value-in-config",
             )
         if self._reducer.early_use.enabled:
             raise UsageError(
                 "clip_grad_norm_: expected offload_optimizer.step_in_backward to be false: with it buckets are stepped "
-                "before the norm is known"
+                "before the norm is known",
+                code="clip-step-in-backward",
             )
         if not 0 < max_norm < math.inf:
-            raise UsageError(f"clip_grad_norm_: expected a finite max_norm above 0, got {max_norm}")
+            raise UsageError(
+                f"clip_grad_norm_: expected a finite max_norm above 0, got {max_norm}", code="clip-max-norm-invalid"
+            )
         if self.update is None or self.norm is None:
             raise InternalError("the norm is to be clipped before it is known")
         order = self.settings.norm_type if norm_type is None else norm_type
         if not order > 0:
-            raise UsageError(f"clip_grad_norm_: expected a norm_type above 0, or inf, got {norm_type!r}")
+            raise UsageError(
+                f"clip_grad_norm_: expected a norm_type above 0, or inf, got {norm_type!r}",
+                code="clip-norm-type-invalid",
+            )
         if order != self.norm_type:
             self.update.clip_by(order)
             self._reducer.views.adopt()
@@ -958,8 +985,14 @@ _STEPPED_WITH = (
 
 
 def _no_step() -> None:
-    raise UsageError("engine.optimizer.step(): expected the optimizer of an open engine, got one without an engine")
+    raise UsageError(
+        "engine.optimizer.step(): expected the optimizer of an open engine, got one without an engine",
+        code="optimizer-without-engine",
+    )
 
 
 def _no_engine(_group: dict[str, Any]) -> None:
-    raise UsageError("add_param_group: expected the optimizer of an open engine, got one without an engine")
+    raise UsageError(
+        "add_param_group: expected the optimizer of an open engine, got one without an engine",
+        code="optimizer-without-engine",
+    )

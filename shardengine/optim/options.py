@@ -44,7 +44,8 @@ def check_groups(groups: Sequence[Mapping[str, Any]], call: str, first: int = 0)
         if "lr" not in group:
             raise UsageError(
                 f"{call}: optimizer group {number} has the options {sorted(set(group) - {*_NAMES})}: expected 'lr' "
-                "among them, the learning rate, which is shown, scheduled and saved"
+                "among them, the learning rate, which is shown, scheduled and saved",
+                code="optimizer-lr-missing",
             )
         rate_of(group, number, call)
         for key, value in group.items():
@@ -52,7 +53,8 @@ def check_groups(groups: Sequence[Mapping[str, Any]], call: str, first: int = 0)
                 raise UsageError(
                     f"{call}: option {key!r} of optimizer group {number} {problem}: expected Python's numbers, "
                     "strings, None, or tuples, lists or dicts of them, which checkpoints hold; or a function, class, "
-                    "dtype or device, which stays as it is given"
+                    "dtype or device, which stays as it is given",
+                    code="optimizer-option-not-savable",
                 )
 
 
@@ -70,7 +72,8 @@ def rate_of(group: Mapping[str, Any], number: int, call: str) -> Any:
     came = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)[:80]
     raise UsageError(
         f"{call}: the learning rate, option 'lr' of optimizer group {number}, is {came}: expected a finite number, or "
-        "a tensor of one; set it in engine.optimizer.param_groups, or where the optimizer is made"
+        "a tensor of one; set it in engine.optimizer.param_groups, or where the optimizer is made",
+        code="optimizer-lr-invalid",
     )
 
 

@@ -64,7 +64,8 @@ def _check_attributes(optimizer: torch.optim.Optimizer, name: str, advice: str) 
                 raise UsageError(
                     f"optimizer {name}: it holds {what} in its attribute {key!r}, which would be stepped whole, beside "
                     f"the shards{advice and f' ({advice})'}: expected a class that steps what is in its param_groups; "
-                    "give the inner optimizer to initialize, or use AdamW"
+                    "give the inner optimizer to initialize, or use AdamW",
+                    code="optimizer-holds-parameters-elsewhere",
                 )
 
 
@@ -72,7 +73,8 @@ def already_stepped(name: str) -> UsageError:
     """Return the error for an optimizer that is not new."""
     return UsageError(
         f"optimizer {name} has already taken steps: expected a new one, because its state would be lost; pass it to "
-        "shardengine.initialize before its first step"
+        "shardengine.initialize before its first step",
+        code="optimizer-already-stepped",
     )
 
 
@@ -231,7 +233,10 @@ def _learn(workers: Workers, advice: str, groups: Sequence[Mapping[str, Any]]) -
     for number, group in enumerate(groups):
         for option, why in _REFUSED_OPTIONS.items():
             if group.get(option):
-                raise UsageError(f"optimizer {name}: option {option}=True in group {number} is refused, because {why}")
+                raise UsageError(
+                    f"optimizer {name}: option {option}=True in group {number} is refused, because {why}",
+                    code="optimizer-option-refused",
+                )
     options = [_for_trial(group) for group in groups]
     known = workers.states, workers.facts
     workers.know(None)
@@ -243,7 +248,8 @@ def _learn(workers: Workers, advice: str, groups: Sequence[Mapping[str, Any]]) -
     except Exception as error:
         raise UsageError(
             f"optimizer {name}: a trial of its step() raised {type(error).__name__}: {str(error)[:300]}; expected a "
-            f"class whose step() needs no arguments and works on dense fp32 parameters{advice and f' ({advice})'}"
+            f"class whose step() needs no arguments and works on dense fp32 parameters{advice and f' ({advice})'}",
+            code="optimizer-trial-failed",
         ) from error
     finally:
         workers.know(*known)
@@ -252,7 +258,8 @@ def _learn(workers: Workers, advice: str, groups: Sequence[Mapping[str, Any]]) -
         other = next(each for each in kept if each != kept[0])
         raise UsageError(
             f"optimizer {name}: it keeps {kept[0]} with the options of one group and {other} with those of another; "
-            "expected options with which it keeps the same states in all groups"
+            "expected options with which it keeps the same states in all groups",
+            code="optimizer-groups-differ",
         )
     first = found[0]
     return Learnt(first.states, first.facts, any(each.changes_options for each in found), first.pilot)
@@ -272,24 +279,28 @@ def _learn_group(workers: Workers, options: dict[str, Any], advice: str) -> Lear
     if what := _compared(whole, _Trial(workers, options, _whole)):
         raise UsageError(
             f"optimizer {name}: two trials with the same numbers gave two results ({what}); expected a class without "
-            "random numbers"
+            "random numbers",
+            code="optimizer-uses-random-numbers",
         )
     if all(torch.equal(each.weight, old) for each, old in zip(whole.slices, _tensors(_whole, 0), strict=True)):
         raise UsageError(
             f"optimizer {name}: a trial of its step() changed nothing; expected a class that steps what is in its "
-            "param_groups"
+            "param_groups",
+            code="optimizer-changes-nothing",
         )
     for cut in (_flat, _sliced):
         if what := _compared(_Trial(workers, options, _whole), _Trial(workers, options, cut), evenly=True):
             raise UsageError(
                 f"optimizer {name}: it looks at whole tensors (a trial on slices of one gave other {what})"
                 f"{advice and f': {advice}'}; shards are slices of parameters: expected a class that steps each "
-                "element from that element alone, as most of torch.optim do, or AdamW with offload_optimizer"
+                "element from that element alone, as most of torch.optim do, or AdamW with offload_optimizer",
+                code="optimizer-looks-at-whole-tensors",
             )
     if what := _compared(_Trial(workers, options, _sliced), _Trial(workers, options, _sliced, anew=True)):
         raise UsageError(
             f"optimizer {name}: it keeps something outside of its state and of the options of its groups ({what} came "
-            "out different without it): expected all of it in optimizer.state[parameter] and optimizer.param_groups"
+            "out different without it): expected all of it in optimizer.state[parameter] and optimizer.param_groups",
+            code="optimizer-keeps-hidden-state",
         )
     return _learnt(workers, options, whole)
 
@@ -300,19 +311,22 @@ def _learnt(workers: Workers, options: dict[str, Any], whole: _Trial) -> Learnt:
     if whole.late:
         raise UsageError(
             f"optimizer {name}: its state {whole.late!r} is begun later than in a parameter's first step; expected all "
-            "that it keeps of a parameter to be there after that"
+            "that it keeps of a parameter to be there after that",
+            code="optimizer-state-begun-late",
         )
     states = matrix.states or {}
     for key, value in states.items():
         if key in RESERVED:
             raise UsageError(
                 f"optimizer {name}: its state is called {key!r}, which is the engine's own name for something else "
-                f"(as are {', '.join(repr(each) for each in RESERVED if each != key)}): expected another name"
+                f"(as are {', '.join(repr(each) for each in RESERVED if each != key)}): expected another name",
+                code="optimizer-state-reserved-name",
             )
         if value.dtype not in _DTYPES:
             raise UsageError(
                 f"optimizer {name}: its state {key!r} is {value.dtype}, expected fp32, bf16 or fp16, which are kept in "
-                "fp32 without loss"
+                "fp32 without loss",
+                code="optimizer-state-dtype-unsupported",
             )
     for key, value in matrix.facts.items():
         number = isinstance(value, bool | int | float | None) or (isinstance(value, Tensor) and value.numel() == 1)
@@ -320,7 +334,8 @@ def _learnt(workers: Workers, options: dict[str, Any], whole: _Trial) -> Learnt:
             what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise UsageError(
                 f"optimizer {name}: its state {key!r} is {what}; expected tensors of the parameter's shape and single "
-                "numbers, which can be sharded and saved"
+                "numbers, which can be sharded and saved",
+                code="optimizer-state-shape-unsupported",
             )
     few = {key: value.reshape(-1)[:_FEW].clone() for key, value in states.items()}
     gradient = _numbers((_FEW,), 1)
@@ -351,5 +366,6 @@ def _try_together(workers: Workers, options: Sequence[dict[str, Any]]) -> None:
                                        {"weight": two.weight, **(two.states or {})}):  # fmt: skip
                     raise UsageError(
                         f"optimizer {workers.name}: a group is stepped differently beside other groups ({what!r} came "
-                        "out different): expected a class that looks at one group at a time, or all parameters in one"
+                        "out different): expected a class that looks at one group at a time, or all parameters in one",
+                        code="optimizer-groups-depend",
                     )

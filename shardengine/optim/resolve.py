@@ -54,18 +54,21 @@ def arithmetic_of(
         reason = foreign.advice_for(optimizer) or "with its options, or at all, it is none that the engine knows"
         raise UsageError(
             f"optimizer {name}: expected torch.optim.AdamW, Adam or SGD, shardengine.lion.Lion, or a class that steps "
-            f"each element from that element alone; {reason}"
+            f"each element from that element alone; {reason}",
+            code="optimizer-not-supported",
         )
     if kind is None or not all(is_declared(group, optimizer.param_groups[0]) for group in optimizer.param_groups):
         if splits:
             raise UsageError(
                 f"bf16.split_masters: expected AdamW, Adam, SGD or Lion, got {name}, whose class steps fp32 master "
-                "weights; set that key to false"
+                "weights; set that key to false",
+                code="optimizer-without-split-masters",
             )
         if kept_in != "fp32":
             raise UsageError(
                 f'data_types.optimizer_state_dtype: expected "fp32" for {name}, whose class keeps its states itself, '
-                f'got "{kept_in}"; AdamW, Adam, SGD with momentum and Lion have their states in fewer bytes'
+                f'got "{kept_in}"; AdamW, Adam, SGD with momentum and Lion have their states in fewer bytes',
+                code="optimizer-states-only-fp32",
             )
         return probe.elementwise(optimizer, name, foreign.advice_for(optimizer)), ""
     if optimizer.state:
@@ -83,7 +86,8 @@ def _refuse_sparse(optimizer: torch.optim.Optimizer, name: str) -> None:
         raise UsageError(
             f"optimizer {name} steps sparse gradients alone: expected torch.optim.Adam or AdamW, since sparse "
             "gradients travel sparse and are stepped dense; rows that no rank has used are then stepped, too, by "
-            "momentum and weight decay"
+            "momentum and weight decay",
+            code="optimizer-sparse-only",
         )
 
 
@@ -97,7 +101,8 @@ def _muon_of(
     if kept_in != "fp32" and all(map(uses_muon, optimizer.param_groups)):
         raise UsageError(
             f'data_types.optimizer_state_dtype: expected "fp32" for {name}, whose momentum is kept in fp32, got '
-            f'"{kept_in}"'
+            f'"{kept_in}"',
+            code="optimizer-states-only-fp32",
         )
     made = Muon(Declared("AdamW", kept_in, seed))
     for number, group in enumerate(optimizer.param_groups):
@@ -114,7 +119,8 @@ def _adafactor_of(optimizer: torch.optim.Optimizer, kind: str, kept_in: str, *, 
     if kept_in != "fp32":
         raise UsageError(
             f'data_types.optimizer_state_dtype: expected "fp32" for {name}, which keeps rows and columns alone, got '
-            f'"{kept_in}"'
+            f'"{kept_in}"',
+            code="optimizer-states-only-fp32",
         )
     made = adafactor.Adafactor(kind)
     for number, group in enumerate(optimizer.param_groups):
@@ -126,7 +132,8 @@ def _refuse_split_masters(name: str, *, splits: bool) -> None:
     if splits:
         raise UsageError(
             f"bf16.split_masters: expected AdamW, Adam, SGD or Lion, got {name}, which steps fp32 master weights; set "
-            "that key to false"
+            "that key to false",
+            code="optimizer-without-split-masters",
         )
 
 
@@ -150,7 +157,8 @@ def groups_for(model: nn.Module, config: Config, given: Any, model_parameters: I
     if isinstance(given, torch.optim.Optimizer | list | tuple):
         if model_parameters is not None:
             raise UsageError(
-                "initialize: expected optimizer= or model_parameters=, got both; the optimizer has its own groups"
+                "initialize: expected optimizer= or model_parameters=, got both; the optimizer has its own groups",
+                code="optimizer-and-model-parameters",
             )
         if not isinstance(given, torch.optim.Optimizer):
             check_not_ignored(ignored, [group for each in given for group in each.param_groups])
@@ -158,11 +166,14 @@ def groups_for(model: nn.Module, config: Config, given: Any, model_parameters: I
         optimizer = given
     elif not chosen and (given is not None or named is not None):
         found = "all trainable ones are in ignored_parameters" if alone else "no parameter is trainable (requires_grad)"
-        raise UsageError(f"initialize: an optimizer was asked for, but {found}")
+        raise UsageError(f"initialize: an optimizer was asked for, but {found}", code="optimizer-nothing-trainable")
     elif given is not None:
         optimizer = given(chosen)
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise UsageError(f"initialize: optimizer= returned {type(optimizer).__name__}, expected a torch optimizer")
+            raise UsageError(
+                f"initialize: optimizer= returned {type(optimizer).__name__}, expected a torch optimizer",
+                code="optimizer-function-returned-other",
+            )
     elif named is not None:
         optimizer = _made_by_name(named, model, chosen)
     else:
@@ -182,7 +193,10 @@ def _check_groups(model: nn.Module, groups: list[dict[str, Any]]) -> None:
     check_owned(model, groups)
     options.check_groups(groups, "initialize")
     if not any(parameter.requires_grad for group in groups for parameter in group["params"]):
-        raise UsageError("initialize: all of the optimizer's parameters are frozen (requires_grad=False)")
+        raise UsageError(
+            "initialize: all of the optimizer's parameters are frozen (requires_grad=False)",
+            code="optimizer-nothing-trainable",
+        )
 
 
 def _form_of_two(model: nn.Module, given: Sequence[Any], config: Config) -> OptimizerForm:
@@ -196,18 +210,24 @@ def _form_of_two(model: nn.Module, given: Sequence[Any], config: Config) -> Opti
         came = ", ".join(type(each).__name__ for each in given) or "nothing"
         raise UsageError(
             f"initialize: expected one optimizer, or [torch.optim.Muon(...), torch.optim.AdamW(...)], got [{came}]: "
-            "one engine has one optimizer, with several groups where that is wanted"
+            "one engine has one optimizer, with several groups where that is wanted",
+            code="optimizer-pair-unsupported",
         )
     muon, other = muons[0], others[0]
     kept_in, splits = config.data_types.optimizer_state_dtype, config.bf16.enabled and config.bf16.split_masters
     (rest, _), _ = arithmetic_of(other, kept_in, config.seed), arithmetic_of(muon, splits=splits)
     if not isinstance(rest, Declared):
         raise UsageError(
-            f"initialize: beside Muon {name_of(type(other))} is expected without amsgrad, capturable and differentiable"
+            f"initialize: beside Muon {name_of(type(other))} is expected without amsgrad, capturable and "
+            "differentiable",
+            code="optimizer-pair-option-unsupported",
         )
     twice = {id(p) for g in muon.param_groups for p in g["params"]}
     if any(id(p) in twice for g in other.param_groups for p in g["params"]):
-        raise UsageError("initialize: expected each parameter in one of the two optimizers, got one that is in both")
+        raise UsageError(
+            "initialize: expected each parameter in one of the two optimizers, got one that is in both",
+            code="optimizer-pair-shares-parameter",
+        )
     groups = []
     for each in given:
         for group in each.param_groups:
@@ -264,7 +284,8 @@ def lend(given: Any, to: ShardedOptimizer) -> Callable[[], None]:
 def _refuse_alone(name: str, *args: Any, **kwargs: Any) -> Any:
     raise UsageError(
         f"{name}() of one of two optimizers, which the engine steps as one: expected engine.optimizer.{name}(), which "
-        "has the states of both"
+        "has the states of both",
+        code="optimizer-pair-called-singly",
     )
 
 
@@ -317,7 +338,8 @@ def check_not_ignored(ignored: Mapping[str, Tensor], groups: list[dict[str, Any]
             if id(parameter) in name_of:
                 raise UsageError(
                     f"parameter {name_of[id(parameter)]!r} is in ignored_parameters and in optimizer group {number}: "
-                    "expected it in an optimizer of your own, which you step beside the engine, or in none"
+                    "expected it in an optimizer of your own, which you step beside the engine, or in none",
+                    code="optimizer-holds-ignored-parameter",
                 )
 
 
@@ -329,5 +351,6 @@ def check_owned(model: nn.Module, groups: list[dict[str, Any]]) -> None:
             if id(parameter) not in owned:
                 raise UsageError(
                     f"optimizer group {number}, parameter {position} (shape {tuple(parameter.shape)}) is not one "
-                    "of the model's: expected an optimizer over model.parameters(), made after the model's last change"
+                    "of the model's: expected an optimizer over model.parameters(), made after the model's last change",
+                    code="optimizer-of-another-model",
                 )

@@ -48,7 +48,8 @@ def before_update(optimizers: _Hooked) -> None:
         if result is not None and result != given:
             raise UsageError(
                 f"the pre hook {name_of(hook)} of the optimizer's step returned {result!r}: expected None, or the "
-                "arguments that it was given; the update takes none that could be changed"
+                "arguments that it was given; the update takes none that could be changed",
+                code="optimizer-hook-returned-value",
             )
 
 
@@ -68,7 +69,8 @@ def refuse_pre_hooks(optimizers: _Hooked) -> None:
     for _, hook in pre_hooks(optimizers):
         raise UsageError(
             f"the pre hook {name_of(hook)} of the optimizer's step cannot be called before the update, because buckets "
-            "are stepped in backward (offload_optimizer.step_in_backward): remove the hook, or set that key to false"
+            "are stepped in backward (offload_optimizer.step_in_backward): remove the hook, or set that key to false",
+            code="optimizer-hook-step-in-backward",
         )
 
 
@@ -140,7 +142,8 @@ class _Names(dict[str, Any]):
         raise UsageError(
             f"engine.optimizer.state[parameter] has no {name!r} on this rank, optimizer state is sharded over the "
             "ranks: read whole states on every rank inside of `with engine.full_optimizer_state() as states:`, or "
-            "call engine.optimizer.state_dict() on every rank"
+            "call engine.optimizer.state_dict() on every rank",
+            code="optimizer-state-read-sharded",
         )
 
     __getitem__ = get = pop = setdefault = __setitem__ = _refuse

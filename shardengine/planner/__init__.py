@@ -1,4 +1,4 @@
-"""Plans what a run needs, before there is a device, a weight or another rank: the engine itself, run dry.
+"""Plans the needs of a run before there is a device, a weight or another rank: the engine itself, run dry.
 
 memory_plan   `shardengine.plan`: the memory that each tier needs, and whether it fits
 choice        `shardengine.choose`: the fastest config that fits

@@ -68,7 +68,7 @@ class SilentWire(Wire):
         """See ``Wire``."""
         from torch._subclasses.fake_tensor import FakeTensor
 
-        if not isinstance(own, FakeTensor):  # sums of squares are a few numbers, which would be what lies in memory
+        if not isinstance(own, FakeTensor):  # real: a few numbers (sums of squares), undefined without a copy
             out.view(self._ranks, -1).copy_(own.clone())
         return self._begin("all_gather", group, out, own)
 
@@ -97,8 +97,10 @@ class SilentWire(Wire):
 
 
 class EchoStore:
-    """A store that answers as if every rank had written this rank's texts: a key that ends in a rank's number is mapped
-    to this rank's key."""
+    """A store that answers as if every rank had written this rank's texts.
+
+    A key that ends in a rank's number is mapped to this rank's key.
+    """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank

@@ -38,10 +38,10 @@ def plan_amid(
     loss: Callable[[Any], Tensor] = batches.loss_of,
     **options: Any,
 ) -> Plan | str:
-    """Call ``plan`` under ``undisturbed``; if there is no plan, return the reason as a short text, which need not end a
-    run.
+    """Call ``plan`` under ``undisturbed``; if there is no plan, return the reason as a short text.
 
-    batch: makes a micro-batch. Other ranks may be waiting, so planning ends after a part of ``timeout_s``.
+    No plan is no reason to end a run. batch: makes a micro-batch. Other ranks may be waiting, so planning ends after a
+    part of ``timeout_s``.
     """
     try:
         with undisturbed():
@@ -49,13 +49,15 @@ def plan_amid(
             return plan(model, config, where, batch=batch(), loss=asked, trains=True, **options)
     except (TooLong, Exception) as error:
         found = reason_of(error).partition(": expected")[0][:_LONGEST_REASON]
-    gc.collect()  # what the exception held
+    gc.collect()  # objects that the exception held
     return found
 
 
 class TooLong(BaseException):
-    """A plan has taken too long. It is a BaseException, so that no ``except Exception`` takes it for an error of the
-    model."""
+    """A plan has taken too long.
+
+    It is a BaseException, so that no ``except Exception`` takes it for an error of the model.
+    """
 
 
 def reason_of(error: BaseException) -> str:

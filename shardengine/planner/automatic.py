@@ -65,7 +65,7 @@ def question_of(config: Mapping[str, Any] | str | Path | Config, model: nn.Modul
         return None
     try:
         base = plain(config) if isinstance(config, Mapping) else read_tree(Path(config))
-    except ConfigError:  # which the engine raises, on every rank
+    except ConfigError:  # the engine raises it on every rank
         return None
     return Question(model, base, undecided=Undecided(STAGE in names, MICRO in names, rest=False), **more)
 
@@ -77,7 +77,7 @@ def decide(asked: Question, mesh: Mesh) -> dict[str, int]:
     config gives the global batch, the call logs a notice and returns no value. The micro-batch then follows from the
     global batch.
     """
-    group = replace(mesh, replicas=1)  # all ranks, whose shard groups are not made yet
+    group = replace(mesh, replicas=1)  # all ranks: there are no shard groups yet
     collectives = Collectives(group, BufferPool(mesh.platform), direct=mesh.backend != "nccl")
 
     def look() -> tuple[Hardware, Config]:
@@ -152,7 +152,7 @@ def decide_alone(
     except (TooLong, Exception) as error:
         why = reason_of(error)
     if why is not None:
-        gc.collect()  # what the exception held
+        gc.collect()  # objects that the exception held
         if names == [MICRO] and global_batch(asked.base, where.ranks) is not None:
             return {}, f"{MICRO} is worked out from the other batch sizes, since no plan was made: {why}"
         made = "" if asked.batch is not None else ", and batch= of your own where the one that was made is no batch"

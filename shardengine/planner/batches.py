@@ -25,9 +25,11 @@ _ENDS = ("start_positions", "end_positions")
 
 
 def example(model: nn.Module, samples: int, length: int | None) -> dict[str, Tensor]:
-    """Return zeros for ``model``: tokens [samples, length] or images, and labels. ``UsageError`` if it takes
-    neither."""
-    wrapped = getattr(model, "get_base_model", None)  # peft's; its forward passes on whatever it gets
+    """Return zeros for ``model``: tokens [samples, length] or images, and labels.
+
+    ``UsageError`` if it takes neither.
+    """
+    wrapped = getattr(model, "get_base_model", None)  # peft's: its forward passes on all arguments
     inner = wrapped() if callable(wrapped) else model
     config = getattr(inner, "config", None)
     takes = inspect.signature(inner.forward).parameters

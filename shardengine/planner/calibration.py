@@ -85,8 +85,10 @@ def _made(each: Any) -> Any:
 
 @functools.cache
 def _other_memory(elements: int) -> Tensor:
-    """Return a tensor that exceeds a core's own cache. It is used between two tries, as other operations are in a
-    step."""
+    """Return a tensor that exceeds a core's own cache.
+
+    It is used between two tries, as other operations are in a step.
+    """
     return torch.zeros(elements)
 
 
@@ -110,7 +112,7 @@ def _products(dtype: torch.dtype) -> float:
         left = torch.ones(size, size, dtype=dtype)
         seconds = _seconds(lambda left=left: left @ left)  # type: ignore[misc]
         found = max(found, 2 * size**3 / seconds)
-        if seconds > 0.2:  # a dtype that this CPU knows badly
+        if seconds > 0.2:  # the CPU is slow in this dtype
             break
     return found
 

@@ -117,8 +117,10 @@ class Candidate:
         return ", ".join(words)
 
     def config(self, base: Mapping[str, Any], ranks: int) -> dict[str, Any]:
-        """Return ``base`` with these values. A global batch that ``base`` gives, directly or by its other sizes,
-        stays."""
+        """Return ``base`` with these values.
+
+        A global batch that ``base`` gives, directly or by its other sizes, stays.
+        """
         found = copy.deepcopy(dict(base))
         zero = dict(found.get("zero_optimization") or {})
         if self.place is not None:
@@ -260,8 +262,10 @@ def search(asked: Question, where: Hardware, rates: Rates, told: Callable[[str],
 
 
 class _Change(NamedTuple):
-    """A change that may make a candidate fit. words: its description · where, base, batch: replace those of the
-    question; None: keep them."""
+    """A change that may make a candidate fit.
+
+    words: its description · where, base, batch: replace those of the question; None: keep them.
+    """
 
     words: str
     candidate: Candidate
@@ -318,8 +322,10 @@ class _Search:
         return _fastest_first(found)
 
     def _counted(self, kinds: Sequence[Candidate], place: str | None = None) -> Iterator[Candidate]:
-        """Yield ``kinds``, and update the number of kinds ahead for ``_say``. If nothing fits in ``place`` so far, the
-        kinds of the next place count as well."""
+        """Yield ``kinds``, and update the number of kinds ahead for ``_say``.
+
+        If nothing fits in ``place`` so far, the kinds of the next place count as well.
+        """
         behind = next((each for before, each in pairwise(self._places()) if before == place), None)
         for number, kind in enumerate(kinds):
             fits = any(plan is not None and plan.fits for each, plan in self._known.items() if each.place == place)
@@ -389,8 +395,10 @@ class _Search:
         return [size for size in range(1, of_rank + 1) if of_rank % size == 0]
 
     def _largest(self, kind: Candidate) -> list[Row]:
-        """Return rows for the two smallest micro-batches and the largest that fits; if the config fixes the
-        micro-batch, for that one alone."""
+        """Return rows for the two smallest micro-batches and the largest that fits.
+
+        If the config fixes the micro-batch, only that one is planned.
+        """
         found = self._of_sizes(kind)
         if not found:
             plan = self._known[kind]
@@ -413,13 +421,12 @@ class _Search:
         for parts in range(least, min(least + 2, _PARTS)):
             chosen = replace(row.candidate, part=parts / _PARTS)
             found = self._quick(chosen)
-            if found is not None and found.fits:  # few buckets may be the same part
+            if found is not None and found.fits:  # if there are few buckets, two parts may be equal
                 return [self._row(chosen, found)] if found.device.need > row.plan.device.need else []
         return []
 
     def _may_win(self, row: Row, on_device: Plan | None) -> bool:
-        """Whether ``row`` could be the fastest with a part of its states on the device, by an estimate of the time
-        saved.
+        """Whether ``row`` might be the fastest with a part of its states on the device, by an estimate of saved time.
 
         on_device: ``_kept`` of the same candidate with all states on the device.
         """
@@ -436,7 +443,7 @@ class _Search:
     def _of_sizes(self, kind: Candidate) -> list[Row]:
         sizes = self._sizes if self._undecided.micro_batches else []
         one = self._quick(kind)
-        if one is None and len(sizes) > 1:  # what is normalised over a batch has to have two samples
+        if one is None and len(sizes) > 1:  # normalisation over a batch needs two samples
             sizes, kind = sizes[1:], replace(kind, samples=sizes[1])
             one = self._quick(kind)
         if one is None or not one.fits:
@@ -455,8 +462,10 @@ class _Search:
         return found
 
     def _larger(self, candidate: Candidate) -> Plan | None:
-        """Plan a larger micro-batch than one that fits. If it cannot be planned, memory is not the reason, and it is
-        recorded in ``refused``."""
+        """Plan a larger micro-batch than one that fits.
+
+        If it cannot be planned, memory is not the reason, and it is recorded in ``refused``.
+        """
         found = self._quick(candidate)
         if found is None:
             self.refused[_words(candidate)] = self._problems[candidate]
@@ -467,8 +476,10 @@ class _Search:
         return Row(candidate, plan, plan.config.train_batch_size / plan.time.seconds)
 
     def _quick(self, candidate: Candidate) -> Plan | None:
-        """Return a quick plan, or None if it cannot be planned. If ``_kept`` does not fit already, return that, which
-        has no time."""
+        """Return a quick plan, or None if it cannot be planned.
+
+        If ``_kept`` does not fit already, return that, which has no time.
+        """
         if candidate not in self._known:
             self._say(_words(candidate))
             kept = self._kept(candidate) if candidate.part == 1 else None
@@ -488,8 +499,10 @@ class _Search:
         return self._known[candidate]
 
     def _kept(self, candidate: Candidate) -> Plan | None:
-        """Return ``plan_of_kept``, which is the same for all micro-batches. None on an error, which a later plan
-        reports."""
+        """Return ``plan_of_kept``, which is the same for all micro-batches.
+
+        None on an error, which a later plan reports.
+        """
         samples = self._sizes[0] if self._undecided.micro_batches else candidate.samples
         of_all = replace(candidate, samples=samples, again=None if candidate.again is None else False)
         if of_all not in self._kept_of:
@@ -550,10 +563,9 @@ class _Search:
         return [], None
 
     def needed(self) -> list[str]:
-        """Return sentences: the candidate that lacks least, and of each kind of change the smallest that makes it
-        fit."""
+        """Return sentences: the candidate that lacks least, and the smallest change of each kind that makes it fit."""
         lacking = self._closest()
-        if lacking is None:  # everything fitted quickly and then failed its check, or no step can be planned
+        if lacking is None:  # each one failed its check, or no step can be planned
             why = self._unplanned or next(iter([*self._problems.values(), *self.refused.values()]))
             return [f"no config that might fit can be planned: {why}"]
         closest, plan = lacking
@@ -658,8 +670,10 @@ def _part(tier: Tier) -> float:
 
 
 def _short(plan: Plan) -> str:
-    """Return the sentences about the tiers that are too small. A plan without a time covers weights and states
-    alone."""
+    """Return the sentences about the tiers that are too small.
+
+    A plan without a time covers weights and states alone.
+    """
     alone = " (weights and states alone)" if plan.time is None else ""
     return "; ".join(said + alone for said, tier in zip(plan.sentences(), plan.tiers, strict=True) if not tier.fits)
 

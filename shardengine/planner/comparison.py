@@ -70,8 +70,10 @@ class Taken:
 
 @contextmanager
 def watched(engine: Engine) -> Iterator[Taken]:
-    """Count the memory of the step inside, on a CPU; read the result after the block. See the note at the top of the
-    file."""
+    """Count the memory of the step inside, on a CPU; read the result after the block.
+
+    See the note at the top of the file.
+    """
     ledger, pool, found = Ledger(), engine._core.pool, Taken()
 
     def in_phase(phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -127,8 +129,10 @@ def rests_of(engine: Engine) -> Counter[str]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """``planned`` and ``measured`` bytes of a rank's device. when: "at most" or "between steps" · beyond: measured
-    minus planned, by kind."""
+    """``planned`` and ``measured`` bytes of a rank's device.
+
+    when: "at most" or "between steps" · beyond: measured minus planned, by kind.
+    """
 
     when: str
     planned: int
@@ -170,14 +174,16 @@ def compare(found: Plan, taken: Taken) -> Comparison:
     planned = found.device.peak
     if taken.at_peak:
         return Comparison("at most", planned, taken.peak, _more(taken.at_peak, found.device.at_peak))
-    planned = found.device.need  # an allocator's peak is that of a whole life
+    planned = found.device.need  # an allocator's peak covers the whole run
     others = sum(rests.values())
     return Comparison("at most", planned, taken.peak, {**rests, ACTIVATIONS: taken.peak - planned - others})
 
 
 def _more(taken: Mapping[str, int], planned: Mapping[str, int]) -> dict[str, int]:
-    """Return measured minus planned, by kind. Storages that exist before a step and are not kept, such as a batch,
-    count as activations."""
+    """Return measured minus planned, by kind.
+
+    Storages that exist before a step and are not kept, such as a batch, count as activations.
+    """
     both = [Counter(each) for each in (taken, planned)]
     for each in both:
         each[ACTIVATIONS] += each[MODEL]

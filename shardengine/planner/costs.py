@@ -58,7 +58,7 @@ def flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 
 @cache
 def _formula(func: Any) -> Callable[..., int] | None:
-    from torch.utils import flop_counter  # which imports Triton, where there is one
+    from torch.utils import flop_counter  # it imports Triton if that is installed
 
     packet = func._overloadpacket
     return _OURS.get(packet) or flop_counter.flop_registry.get(packet)
@@ -82,8 +82,7 @@ def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor,
 
 
 def _grouped(left: Tensor, right: Tensor, *_: Any, out_val: Tensor, **__: Any) -> int:
-    """Each row of one side belongs to one group: each of its elements is multiplied once per column of the other
-    side."""
+    """FLOPs of a grouped product. Each row of one side is multiplied with the matrix of its group alone."""
     if left.dim() == right.dim() == 2:  # the groups lie along the dimension that is summed
         return 2 * left.shape[0] * left.shape[1] * right.shape[1]
     return 2 * out_val.numel() * left.shape[-1]

@@ -30,7 +30,7 @@ def deep_run(layers: Layers, run: Callable[[int], DryRun], begin: Callable[[], D
         return None
     try:
         first, second, third = (run(depth) for depth in depths)
-    except Exception:  # a model that counts its layers itself; what is wrong with all of them is told by the whole one
+    except Exception:  # its code may count on all layers; other errors come up in the whole model
         return None
     if not _on_a_line(_carried((first, second), depths[:2], layers, depths[2]), third, layers, depths):
         return None
@@ -101,7 +101,7 @@ def _carried(runs: Sequence[DryRun], at: Sequence[int], layers: Layers, depth: i
 
 
 def _on_a_line(said: DryRun, found: DryRun, layers: Layers, depths: Sequence[int]) -> bool:
-    """Whether the prediction ``said`` for the third depth is close enough to ``found`` to hold for all layers."""
+    """Whether the moments predicted for the third depth are close enough to those of its run to hold for all layers."""
     farther = (layers.count - depths[2]) / (depths[2] - depths[1])
     grown = layers.count / depths[2]
 

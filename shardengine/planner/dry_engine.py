@@ -1,11 +1,11 @@
 """Runs some steps of the real engine with the real model, as one rank of many, without values, memory or other ranks.
 
-Owns: the run, and what is counted in it. Must not know: costs of hardware, how configs are chosen.
+Owns: the run, and its counting. Must not know: costs of hardware, how configs are chosen.
 
 [Note: The engine itself] A separate model of the engine's memory would have to be kept in step with the engine. So the
-engine itself runs: its units, buckets, pool, prefetch and step are those of training. Missing are the arithmetic
-(kernels: ``without_values``), the other ranks (absent_ranks), the values of tensors (no_values) and the planned GPU.
-Its tensors are CPU tensors, on a platform that claims a memory of its own.
+engine itself runs: its units, buckets, pool, prefetch and step are those of training. The arithmetic (kernels:
+``without_values``), the other ranks (absent_ranks), the values of tensors (no_values) and the planned GPU are missing.
+CPU tensors stand in for a GPU's, on a platform that claims a memory of its own.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ first."""
 class Place:
     """The rank that a run plays.
 
-    apart: the device is a GPU with ``device_bytes`` of memory and NCCL; otherwise it is the CPU with gloo · grain:
-    allocations are rounded up to a multiple of so many bytes; None: as the device does · node_ranks: ranks of each
-    node, in rank order; 0: one node · in_slices: each rank reads only its part of the weights, so no rank holds the
-    whole model while it is loaded.
+    grain: allocations are rounded up to a multiple of so many bytes; None: as the device does · node_ranks: ranks of
+    each node, in rank order; 0: one node · in_slices: each rank reads only its part of the weights, so no rank holds
+    the whole model while it is loaded.
     """
 
     ranks: int = 1
     rank: int = 0
     apart: bool = True
+    """The device is a GPU with ``device_bytes`` of memory and NCCL; otherwise it is the CPU with gloo."""
     device_bytes: int = 80 << 30
     grain: int | None = None
     node_ranks: int = 0
@@ -230,12 +230,10 @@ def dry_run(
     options: Mapping[str, Any] | None = None,
     steps: int = STEPS,
 ) -> DryRun:
-    """Run steps until ``steps`` of them in a row have had the same layout; 0: none. ``FORWARD_ALONE``: a forward and no
-    step.
+    """Run steps until ``steps`` of them in a row have had the same layout.
 
-    make: makes the model, inside of ``without_values`` · batch: makes a micro-batch · loss: a function of the model's
-    output · options: further arguments of ``initialize``.
-
+    steps: 0: none; ``FORWARD_ALONE``: a forward and no step · make: makes the model, inside of ``without_values`` ·
+    batch: makes a micro-batch · loss: a function of the model's output · options: further arguments of ``initialize``.
     ``UsageError`` if the model or the loss asks for values that only data has.
     """
     began = time.perf_counter()
@@ -285,8 +283,10 @@ def dry_run(
 
 
 def _close(engine: Engine) -> None:
-    """Close an engine whose model may have failed in a step. Errors of closing are dropped in favour of the model's
-    own."""
+    """Close an engine whose model may have failed in a step.
+
+    Errors of closing are dropped in favour of the model's own.
+    """
     with suppress(Exception):
         engine.close()
 
@@ -372,9 +372,9 @@ def _as_always() -> Iterator[None]:
     """
     collects, log = gc.isenabled(), logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
-    gc.collect(1)  # of a run before this one; all that a process has is much more, and takes longer than a small run
+    gc.collect(1)  # garbage of an earlier run; a full collection may take longer than a small run
     gc.disable()
-    log.setLevel(logging.CRITICAL)  # of what a model asks in vain an exception says all
+    log.setLevel(logging.CRITICAL)  # an exception reports what the model asked for
     try:
         with _interrupted_afterwards(), torch.random.fork_rng(devices=[]), torch.enable_grad():
             yield
@@ -386,8 +386,10 @@ def _as_always() -> Iterator[None]:
 
 @contextmanager
 def _interrupted_afterwards() -> Iterator[None]:
-    """Defer Ctrl-C to the end of the block, because an exception inside an operation that a dispatch mode handles ends
-    the process. A second Ctrl-C acts at once."""
+    """Defer Ctrl-C to the end of the block; a second one acts at once.
+
+    An exception inside an operation that a dispatch mode handles would end the process.
+    """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield

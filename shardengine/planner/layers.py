@@ -64,8 +64,7 @@ class Layers:
     parameters: int = field(default=0, compare=False)
 
     def depths(self) -> tuple[int, int, int] | None:
-        """Return the depths of three shorter models; None if running these is no less work than running the whole
-        model."""
+        """Return the depths of three shorter models; None if running these is as much work as running the whole one."""
         least = self.period * 2 * NEAR
         return (least, 2 * least, 3 * least) if 6 * least < self.count else None
 
@@ -94,7 +93,7 @@ def _signatures(blocks: Sequence[nn.Module]) -> list[Any]:
     that is the layer's own position is left out.
     """
     plain = [list(_attributes(block)) for block in blocks]
-    away: set[tuple[str, str]] = set()  # which are another's than its place
+    away: set[tuple[str, str]] = set()  # attributes that are not the layer's own position
     for place, told in enumerate(plain):
         away |= {each[:2] for each in told if type(each[2]) is not int or each[2] != place}
     return [
@@ -130,8 +129,7 @@ def _plain(value: Any) -> Any:
 
 
 def _longest_run(signatures: Sequence[Any]) -> tuple[int, int, int]:
-    """Return (first, count, period) of the longest part that repeats; of equal ones, the one with the shortest
-    period."""
+    """Return (first, count, period) of the longest part that repeats; among equal ones, that of the shortest period."""
     best = (0, 1, 1)
     known: dict[Any, int] = {}
     numbers = [known.setdefault(each, len(known)) for each in signatures]
@@ -151,8 +149,10 @@ def _longest_run(signatures: Sequence[Any]) -> tuple[int, int, int]:
 def shorter(
     model: nn.Module, layers: Layers, depth: int, copied: Callable[[Mapping[nn.Module, Any]], nn.Module]
 ) -> nn.Module:
-    """Copy the model with the first ``depth`` of its layers. copied: copies the model with replacements for some
-    modules."""
+    """Copy the model with the first ``depth`` of its layers.
+
+    copied: copies the model with replacements for some modules.
+    """
     gone = nn.Identity()
     cut = range(layers.first + depth, layers.first + layers.count)
     lists = [list(model.get_submodule(path).children()) for path in layers.paths]
@@ -176,7 +176,7 @@ def _tell_config(model: nn.Module, count: int, depth: int) -> None:
             vars(module)["config"] = config
 
 
-# From shorter models to the whole one
+# Extrapolation from shorter models to the whole one
 
 _Spot = tuple[str, str, int]
 """Phase · list and side, or the unit · number from that side."""

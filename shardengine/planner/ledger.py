@@ -187,8 +187,7 @@ class Ledger:
     def moments(self, of: Callable[[str], bool], otherwise: Mapping[str, str]) -> tuple[list[Moment], Moment]:
         """Return the moment with the most bytes of each stretch of one phase and unit, in order; and the last moment.
 
-        Only kinds for which ``of`` is true count. otherwise: phase → kind of the storages that were made in it without
-        a name.
+        of: whether a kind counts · otherwise: phase → kind of the storages that were made in it without a name.
         """
         found: list[Moment] = []
         alive: Counter[str] = Counter()

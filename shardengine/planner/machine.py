@@ -21,8 +21,9 @@ _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory
 
 
 def this_machine(device: torch.device, ranks: int, config: Config) -> Hardware:
-    """Return the hardware of ``ranks`` ranks like this one. The launcher gives the ranks per machine; by default all
-    are here.
+    """Return the hardware of ``ranks`` ranks like this one.
+
+    The launcher gives the ranks per machine; by default all are here.
 
     device: that this rank computes on · config: gives the disk, if it uses one. All memory counts, even if other
     processes use some of it now.
@@ -30,7 +31,7 @@ def this_machine(device: torch.device, ranks: int, config: Config) -> Hardware:
     said = os.environ.get(devices.LOCAL_SIZE, "")
     local = int(said) if said.isdecimal() and int(said) else ranks
     here = local if ranks % local == 0 else ranks
-    host = host_bytes() // max(local, here) * here  # other processes of this machine have their part
+    host = host_bytes() // max(local, here) * here  # the rest belongs to other processes of this machine
     disk = _disk_bytes(config)
     if device.type == "cpu":
         return Hardware(ranks, host // here, None, disk, here, is_gpu=False)

@@ -131,8 +131,10 @@ class Plan:
         return said
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the plan for JSON, without the timeline. ``reserved_bytes`` come on top of ``has_bytes``: no tensor
-        gets them."""
+        """Return the plan for JSON, without the timeline.
+
+        ``reserved_bytes`` come on top of ``has_bytes``: no tensor gets them.
+        """
         return {
             "fits": self.fits,
             "ranks": self.hardware.ranks,
@@ -215,7 +217,7 @@ def options_of(options: Mapping[str, Any], what: str) -> dict[str, Any]:
 
 
 def _times(run: DryRun, rates: Rates, ranks: int, config: Config) -> Times:
-    """Return the times of a step with all its micro-batches, of which at most two ran."""
+    """Return the times of a step with all its micro-batches, although at most two of them ran."""
     more = max(0, (config.gradient_accumulation_steps or 1) - _RUN)
 
     def of(tape: Tape) -> Times:
@@ -246,8 +248,10 @@ def _batch_of(config: Config, steps: int | None = None) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Task:
-    """A dry run and the plan that is made of it, of the whole model or of fewer layers. Fields as the arguments of
-    ``plan``."""
+    """A dry run and the plan that is made of it, of the whole model or of fewer layers.
+
+    Fields as the arguments of ``plan``.
+    """
 
     model: nn.Module
     batch: Mapping[str, Any]
@@ -312,8 +316,10 @@ class Task:
 
     @property
     def _is_parted(self) -> bool:
-        """Whether a part of the states is offloaded. Only whole buckets are, so needs do not grow linearly with the
-        layers."""
+        """Whether a part of the states is offloaded.
+
+        Only whole buckets are, so needs do not grow linearly with the layers.
+        """
         place = self.config.zero_optimization.offload_optimizer
         return place.device != "none" and place.ratio != 1
 
@@ -337,7 +343,7 @@ class Task:
             return found.train() if self.trains else found
 
         sizes = _batch_of(self.config, min(_RUN, self.config.gradient_accumulation_steps or 1))
-        config = replace(self.config, **sizes, monitor=MonitorConfig(), notices=())  # nothing is written or said
+        config = replace(self.config, **sizes, monitor=MonitorConfig(), notices=())  # nothing is written or logged
         return dry_run(make, lambda: self.batch, config, self.place, self.loss, options, steps)
 
 

@@ -16,8 +16,7 @@ from shardengine.planner.tape import Recorder, Transfer, Wait
 
 
 class _Late(IORequest):
-    """A request to a disk, which runs behind the host: it completes, and returns its buffer, only when it is waited
-    for."""
+    """A request to a disk, which runs behind the host: only a wait completes it and returns its buffer."""
 
     def __init__(self, recorder: Recorder, count: int, *, write: bool) -> None:
         super().__init__(0)
@@ -37,8 +36,11 @@ class _Late(IORequest):
 
 
 class NoDisk:
-    """The interface of ``ExtentFile``. bytes: the size that the file would have · map_bytes: makes the memory that maps
-    an extent · recorder: writes transfers to the tape."""
+    """The interface of ``ExtentFile``.
+
+    bytes: the size that the file would have · map_bytes: makes the memory that maps an extent · recorder: writes
+    transfers to the tape.
+    """
 
     def __init__(self, folder: Path, map_bytes: Callable[[int], Tensor], recorder: Recorder) -> None:
         self.path = folder / "planned"

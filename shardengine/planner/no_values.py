@@ -1,12 +1,13 @@
 """Tensors without values in an ordinary process: a step's shapes, dtypes and strides, and no memory.
 
-Owns: which tensors are fake, the answer if code reads a value. Must not know: engines, what is counted.
+Owns: which tensors are fake, the answer if code reads a value. Must not know: engines, how storages are counted.
 
 [Note: Without values] Weights and activations are torch's fake tensors of the CPU. So decisions of a model's code by
 device, dtype and layout (autocast, the kernel of an attention) are those of a CPU. Tensors of whole numbers that
 programs compute with (positions, masks of a few elements, the engine's messages) stay real. Reading a value of a fake
-tensor gives a fixed answer: a number is 1, a flag is not set, two tensors are equal. If code needs more, such as how
-many elements of a mask are set, torch raises; the model cannot be planned, and ``UsageError`` is raised.
+tensor gives a fixed answer: a floating-point number is 1, a whole number 0, a flag False, and two tensors are equal. If
+code needs more, such as how many elements of a mask are set, torch raises; the model cannot be planned, and
+``UsageError`` is raised.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class NoValues(Mode):
     ) -> Any:
         """One operation."""
         if func is _DEVICE and isinstance(args[0], self._kind):
-            return args[0].fake_device  # asked more often than all else; torch dispatches it as an operation
+            return args[0].fake_device  # the most frequent operation
         kwargs = kwargs or {}
         tensors = tensors_in(args)
         if kwargs:
@@ -183,8 +184,7 @@ class NoValues(Mode):
         return self._shown(found)
 
     def _shown(self, made: Tensor) -> Tensor:
-        """Return ``FakeTensor(mode, made, device)`` of the CPU, in a quarter of its time: the attributes are the same
-        for each."""
+        """Return ``FakeTensor(mode, made, device)`` of the CPU in a quarter of its time: all share their attributes."""
         found = Tensor._make_subclass(
             self._kind, made, made.requires_grad, dispatch_device=True, device_for_backend_keys=_CPU
         )
@@ -197,8 +197,7 @@ class NoValues(Mode):
         return False if dtype is torch.bool else 1.0 if dtype.is_floating_point else 0
 
     def _grouped(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], alone: bool) -> Any:
-        """Ask torch for the shape with bf16, the only dtype that it derives it for, although it computes in others as
-        well."""
+        """Ask torch for the shape with bf16: it gives shapes for no other dtype, although it computes in others."""
         if args[0].dtype is torch.bfloat16:
             return func(*args, **kwargs)
         dtype = kwargs.get("out_dtype") or args[0].dtype
@@ -206,8 +205,7 @@ class NoValues(Mode):
         return self._empty(func(*halves, *args[2:], **{**kwargs, "out_dtype": torch.bfloat16}), dtype)
 
     def _stacked(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], alone: bool) -> Any:
-        """Return ``out`` at once if it has the right size, as for the norms of buckets, because torch takes a
-        millisecond for it."""
+        """Return ``out`` at once if it has the right size, as for norms of buckets: torch takes a millisecond."""
         parts, out = args[0], kwargs["out"]
         fits = len(args) == 1 and "dim" not in kwargs and out.shape == (len(parts), *parts[0].shape)
         return out if fits and isinstance(out, self._kind) else func(*args, **kwargs)
@@ -237,8 +235,7 @@ class NoValues(Mode):
 
 
 def _form_of(kind: type[Tensor], given: Any) -> Any:
-    """Return the form of an operation's arguments, which leaves out values of tensors; None if it cannot be
-    determined."""
+    """Return the form of an operation's arguments, without values of tensors; None if it cannot be determined."""
     if type(given) is kind:
         return (given.shape, given.stride(), given.dtype) if given.layout is torch.strided else None
     if type(given) in (tuple, list):
@@ -265,7 +262,7 @@ def _device(kwargs: Mapping[str, Any], otherwise: str) -> torch.device:
 
 def _address(tensor: Tensor) -> int:
     """Return an address that is unique for each byte of each storage, however large the storage is."""
-    with torch._C.DisableTorchFunctionSubclass():  # of weights that are not to be read the address is
+    with torch._C.DisableTorchFunctionSubclass():  # the address may be read even if the weights may not
         return (tensor.untyped_storage()._cdata << 64) + tensor.storage_offset() * tensor.element_size()
 
 
@@ -349,7 +346,7 @@ def without_weights(model: nn.Module, mode: NoValues, *others: Any, instead: Map
                 memo.setdefault(id(buffer), mode.empty(buffer))
     try:
         copies = copy.deepcopy((model, *others), dict(memo))
-    except Exception:  # what a class's own __deepcopy__ raises is of any kind
+    except Exception:  # a class's own __deepcopy__ may raise anything
         _share_others(model, mode, memo)
         copies = copy.deepcopy((model, *others), memo)
     return list(copies) if others else copies[0]

@@ -129,7 +129,7 @@ class Rates:
             return Speed(CONTROL, self.exchange_s, 0.0)
         count = len(members)
         fit = self.groups.get(begun.group) or self.groups.get("")
-        if fit is not None:  # of whole buckets, of which a broadcast has a part
+        if fit is not None:  # the fit is for whole buckets; a broadcast sends a part of one
             latency = fit.latency_s / count if begun.operation == "broadcast" else fit.latency_s
             return Speed(NODE, latency + fit.s_per_byte * begun.bytes, fit.s_per_byte * begun.bytes)
         size = self.node_ranks or 1 << 30

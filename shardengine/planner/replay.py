@@ -43,8 +43,11 @@ from shardengine.planner.tape import Begin, Compute, Copy, Current, Mark, Phase,
 
 
 class Part(NamedTuple):
-    """A part of a step. busy: seconds that it runs · exposed: seconds that the computation stands still for it; for the
-    computation itself, all · limit: the least seconds that its hardware needs."""
+    """A part of a step.
+
+    busy: seconds that it runs · exposed: seconds that the computation stands still for it; for the computation itself,
+    all · limit: the least seconds that its hardware needs.
+    """
 
     name: str
     busy: float
@@ -172,7 +175,7 @@ class _Run:
         """Process one event."""
         self._actions[type(event)](event)
 
-    # What takes time
+    # Events that take time
 
     def _compute(self, event: Compute) -> None:
         call = self._tape.calls[event.call]
@@ -235,11 +238,11 @@ class _Run:
         now = self._ready()
         self._under_way[event.number] = Span(COMPUTE if self._current is None else BESIDE, now, now, "")
 
-    # What waits
+    # Waits
 
     def _wait(self, event: Wait) -> None:
         awaited = self._under_way.get(event.number)
-        if awaited is None:  # of an earlier step
+        if awaited is None:  # it is of an earlier step
             return
         if not self._tape.apart:
             self._stand_still(awaited, self._takes.pop(event.number, 0.0))
@@ -279,15 +282,17 @@ class _Run:
         """Return the time at which the current stream starts work that it is given now."""
         return max(self._streams.get(self._current, 0.0), self._host)
 
-    # What is told
+    # Results
 
     def _show(self, span: Span) -> Span:
         self._timeline.append(span)
         return span
 
     def _blame(self, begin: float, end: float, awaited: Span | None = None) -> None:
-        """Account for the computation's pause from ``begin`` to ``end``: to ``awaited`` while that runs, before that to
-        the host's work."""
+        """Account for the computation's pause from ``begin`` to ``end``.
+
+        The time that ``awaited`` runs counts for it, and the time before for the host's work.
+        """
         if end <= begin:
             return
         own = awaited.lane if awaited is not None else COMPUTE

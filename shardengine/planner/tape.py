@@ -74,8 +74,11 @@ class Begin(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """The start of a copy between device and host. stream: its number; None: the current one · after: events that it
-    follows; None: it follows the earlier work of the current stream."""
+    """The start of a copy between device and host.
+
+    stream: its number; None: the current one · after: events that it follows; None: it follows the earlier work of the
+    current stream.
+    """
 
     number: int
     stream: int | None
@@ -124,11 +127,11 @@ Event = Compute | Begin | Copy | Transfer | Mark | Wait | Current | Phase
 class Tape:
     """The events of one step.
 
-    apart: the device is a GPU, and the host runs beside it · unknown: operations without a FLOP formula, by name, with
-    their number · members: group → its ranks.
+    unknown: operations without a FLOP formula, by name, with their number · members: group → its ranks.
     """
 
     apart: bool
+    """The device is a GPU, and the host runs beside it."""
     events: list[Event] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     unknown: Counter[str] = field(default_factory=Counter)
@@ -221,7 +224,7 @@ class Recorder:
         """Record an operation; see ``Seen``."""
         if not self._on:
             return
-        if (idle := self._idle_of.get(id(func))) is None:  # torch's own hash of an operation is a call
+        if (idle := self._idle_of.get(id(func))) is None:  # by id: torch's hash of an operation is a Python call
             idle = self._idle_of[id(func)] = -1 if costs.is_work(func) else int(func.namespace != "prim")
         if func is _READ and isinstance(args[0], self._fake):
             self._read(args[0])

@@ -1,19 +1,19 @@
 """The runtime of a forward and a backward: hooks, unshard and reshard, prefetch, recomputation.
 
- hooks                      every registration on the user's module
- gradient_hooks             the same on its parameters; when hooks of the user's run there
- attachments                changes to the user's module, to be undone
- casting                    inputs in the dtype of the weights
- schedule, calls            which unit is unsharded when, and how long it stays
- prefetch_order             which unit is needed next
- recorded_window            the order of gathers and reductions, for a rank without data
- saved_weights              weights that autograd requests, announced or not
- transforms                 of torch.func around the engine
- unit, placing              the weights of one unit; filling them from the model
- written_weights            writes of the user's code into weights
- deferred_gather            gathers after a step that forwards wait for (overlap_param_gather)
- activation_checkpointing   blocks that are recomputed in backward
- activation_offload         saved tensors in host memory
+hooks                      every registration on the user's module
+gradient_hooks             the same on its parameters; when hooks of the user's run there
+attachments                changes to the user's module, to be undone
+casting                    inputs in the dtype of the weights
+schedule, calls            which unit is unsharded when, and how long it stays so (``Hold``)
+prefetch_order             which unit is needed next
+recorded_window            the order of gathers and reductions, for a rank without data
+saved_weights              weights that autograd requests, announced or not
+transforms                 of torch.func around the engine
+unit, placing              the weights of one unit; filling them from the model
+written_weights            writes of the user's code into weights
+deferred_gather            gathers after a step that forwards wait for (overlap_param_gather)
+activation_checkpointing   blocks that are recomputed in backward
+activation_offload         saved tensors in host memory
 
 Must not know: the optimizer, checkpoints.
 """

@@ -42,7 +42,8 @@ def check(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> None:
         raise UsageError(
             "activation_checkpointing: expected a model with repeated blocks (zero_optimization.units names their "
             f"classes, otherwise those in an nn.ModuleList), got {type(model).__name__}, which has none; name the "
-            "class of its blocks, or switch activation_checkpointing off"
+            "class of its blocks, or switch activation_checkpointing off",
+            code="activation-checkpointing-without-blocks",
         )
     own = [name or "the model" for name, module in model.named_modules() if _checkpoints_itself(module)]
     if own:
@@ -101,14 +102,16 @@ class Checkpointed:
                     raise UsageError(
                         f"block {self._name!r} writes its weights in its forward, which backward would compute again, "
                         "and so write twice: write after the step, keep what is written in a buffer, or switch "
-                        "activation_checkpointing off and checkpoint the other blocks with torch.utils.checkpoint"
+                        "activation_checkpointing off and checkpoint the other blocks with torch.utils.checkpoint",
+                        code="activation-checkpointing-writes-weights",
                     )
                 return output
             if versions != [parameter._version for parameter in self._parameters]:
                 raise UsageError(
                     f"the weights of block {self._name!r} have been modified by an inplace operation since its "
                     "forward, which cannot be computed again: expected backward before the weights are stepped or "
-                    "written; run the forward again"
+                    "written; run the forward again",
+                    code="activation-checkpointing-weights-changed",
                 )
             own_args, own_kwargs = _put_together(template, saved)
             with buffers.as_before():
@@ -136,7 +139,8 @@ def _checkpoints_itself(module: nn.Module) -> bool:
 def _twice(name: str) -> UsageError:
     return UsageError(
         f"{name!r} checkpoints its activations itself, and would do it twice with activation_checkpointing.enabled: "
-        "expected one of them; call model.gradient_checkpointing_disable(), or leave it out of the config"
+        "expected one of them; call model.gradient_checkpointing_disable(), or leave it out of the config",
+        code="activation-checkpointing-twice",
     )
 
 
@@ -180,7 +184,8 @@ def _take_apart(value: Any, tensors: list[Tensor], name: str) -> Any:
         raise UsageError(
             f"block {name!r} was given a cache of keys and values ({type(value).__name__}), which the recomputation "
             "would fill a second time: expected none with activation_checkpointing.enabled; pass use_cache=False, or "
-            "set model.config.use_cache = False"
+            "set model.config.use_cache = False",
+            code="activation-checkpointing-with-cache",
         )
     return value
 

@@ -225,7 +225,8 @@ def _unpack(packed: _Packed) -> Tensor:
     if written:
         raise UsageError(
             "what a checkpointed block was given has been modified by an inplace operation since, so that its forward "
-            "cannot be computed again: expected a block that leaves its inputs as they are, and so the code after it"
+            "cannot be computed again: expected a block that leaves its inputs as they are, and so the code after it",
+            code="activation-checkpointing-input-changed",
         )
     if stretch is None:
         return packed.tensor  # type: ignore[return-value]

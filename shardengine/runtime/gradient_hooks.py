@@ -167,7 +167,8 @@ class GradientHooks:
             raise UsageError(
                 f"a hook of register_post_accumulate_grad_hook on parameter {self._names[index]!r} (rank {self._rank}) "
                 "did more than to read or change the mean gradient, which parameter.grad shows at the end of backward: "
-                f"{_INSTEAD}. What it did: {problem}"
+                f"{_INSTEAD}. What it did: {problem}",
+                code="grad-hook-does-too-much",
             ) from cause
 
     def remove(self) -> None:
@@ -185,7 +186,8 @@ def check(model: nn.Module) -> None:
         if getattr(parameter, "_in_backward_optimizers", None):
             raise UsageError(
                 f"parameter {name!r} has an optimizer of torch.distributed.optim._apply_optimizer_in_backward, which "
-                f"would step it with this rank's gradient alone: expected none; {_INSTEAD}"
+                f"would step it with this rank's gradient alone: expected none; {_INSTEAD}",
+                code="optimizer-applied-in-backward",
             )
 
 

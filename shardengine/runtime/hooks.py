@@ -63,7 +63,8 @@ class _Hook:
         raise UsageError(
             "a model whose weights are sharded cannot be copied or pickled: use "
             "engine.state_dict() or engine.save_pretrained(dir), read parameters inside `with engine.full_params():`, "
-            "or call engine.close() first"
+            "or call engine.close() first",
+            code="model-copied-while-sharded",
         )
 
 

@@ -552,7 +552,8 @@ class Schedule:
             raise UsageError(
                 "Loss scaling is required: expected engine.backward(loss) or engine.scale(loss).backward() for each "
                 "loss, got a loss.backward() that leaves the loss scale out. To pass on a gradient of a scaled loss: "
-                "engine.backward(output, gradient.float() / engine.get_loss_scale())"
+                "engine.backward(output, gradient.float() / engine.get_loss_scale())",
+                code="backward-without-loss-scale",
             )
 
     def _begin_bare(self, current: int | None = None) -> None:
@@ -575,7 +576,8 @@ class Schedule:
             raise UsageError(
                 f"parameter {unit.name_of(parameter)!r} of unit {unit.name!r} received a gradient while its weights "
                 "were sharded, so the gradient was computed from NaN: expected its use inside a forward of the model, "
-                "or the backward of a loss on parameters inside the same `with engine.full_params():` as the loss"
+                "or the backward of a loss on parameters inside the same `with engine.full_params():` as the loss",
+                code="grad-of-sharded-weights",
             )
         self._reducer.on_gradient(parameter, gradient)
         hold = self._holds[unit.index]
@@ -733,7 +735,8 @@ class Schedule:
         if self._backward is Backward.RETIRED:
             raise UsageError(
                 "the forward of this loss ran before parameters were unfrozen or a parameter group was added, which "
-                "moved the weights: run it again, after engine.zero_grad()"
+                "moved the weights: run it again, after engine.zero_grad()",
+                code="backward-of-older-layout",
             )
 
     def restart(self) -> None:
@@ -809,17 +812,20 @@ class Schedule:
             trains, evaluates = (0, other) if rows[0][1] else (other, 0)
             raise MismatchError(
                 f"rank {evaluates} is in a forward without grad where rank {trains} trains (this is rank {mesh.rank}). "
-                f"{EVALUATE}"
+                f"{EVALUATE}",
+                code="ranks-evaluate-and-train",
             )
         if rows[0][0] == rows[other][0]:
             raise MismatchError(
                 f"ranks 0 and {other} have gathered the weights of different units before that of "
-                f"{self.units[rows[0][0]].name!r} (this is rank {mesh.rank}). {BLOCKS}"
+                f"{self.units[rows[0][0]].name!r} (this is rank {mesh.rank}). {BLOCKS}",
+                code="ranks-run-different-modules",
             )
         ours, theirs = (self.units[row[0]].name for row in (rows[0], rows[other]))
         raise MismatchError(
             f"ranks run different modules: rank 0 needs the weights of unit {ours!r} where rank {other} needs those of "
-            f"{theirs!r} (this is rank {mesh.rank}). {BLOCKS}"
+            f"{theirs!r} (this is rank {mesh.rank}). {BLOCKS}",
+            code="ranks-run-different-modules",
         )
 
     def _wait_for_unshard(self, unit: Unit) -> None:

@@ -326,7 +326,8 @@ def _moved(name: str, rank: int, shown: Tensor) -> UsageError:
     return UsageError(
         f"parameter {name!r} was moved or cast after initialize (rank {rank}): it is now {shown.dtype} on "
         f"{shown.device}, in memory that the engine does not own; call .to(), .half() and the like before initialize, "
-        "and do not unfreeze what several engines share"
+        "and do not unfreeze what several engines share",
+        code="weights-moved-after-initialize",
     )
 
 
@@ -334,7 +335,8 @@ def _aliased(name: str, rank: int) -> UsageError:
     return UsageError(
         f"parameter {name!r} shows the memory of other weights since an assignment to its .data "
         f"(rank {rank}), so that both would be one from now on: expected a copy, "
-        "`parameter.data = other.data.clone()`, or one parameter in both modules before initialize"
+        "`parameter.data = other.data.clone()`, or one parameter in both modules before initialize",
+        code="weights-alias-after-assignment",
     )
 
 
@@ -342,7 +344,8 @@ def _coded(name: str, rank: int) -> UsageError:
     return UsageError(
         f"parameter {name!r} was written in a forward with zero_quantized_weights (rank {rank}), where it is shown in "
         "8 bits, which would be kept as its weights: expected no such writes, the parameter in ignored_parameters, or "
-        "that key false"
+        "that key false",
+        code="weights-written-while-quantised",
     )
 
 
@@ -350,7 +353,8 @@ def _too_late(rank: int) -> UsageError:
     return UsageError(
         f"a parameter was written after the last step (rank {rank}), which was noticed when backward had stepped "
         "master weights (offload_optimizer.step_in_backward): expected writes before engine(...) or "
-        "engine.backward(...). engine.reset() on every rank finishes the step; the write is lost"
+        "engine.backward(...). engine.reset() on every rank finishes the step; the write is lost",
+        code="weights-written-too-late",
     )
 
 
@@ -360,5 +364,6 @@ def _in_backward(name: str, rank: int) -> UsageError:
         "gradients are not complete: expected weights to change in engine.step(), in a forward or between two passes. "
         "An optimizer in a hook of a gradient is such a write; so is a forward that writes weights and is computed "
         "again in backward (activation checkpointing), which would write twice: leave that block out of it, or keep "
-        "what is written in a buffer. Call engine.zero_grad() on every rank before another backward"
+        "what is written in a buffer. Call engine.zero_grad() on every rank before another backward",
+        code="weights-written-in-backward",
     )

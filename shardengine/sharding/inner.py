@@ -235,13 +235,15 @@ def check(name: str, parameter: nn.Parameter) -> None:
         raise UsageError(
             f"parameter {name!r} is a DTensor, which torch has spread over ranks: expected ordinary parameters, which "
             "initialize shards; take .full_tensor() of it, or, for tensor parallelism, its .to_local() with a library "
-            "that works with each rank's own tensors"
+            "that works with each rank's own tensors",
+            code="model-dtensor-parameter",
         )
     if is_outer(parameter) and parameter.requires_grad:
         raise UsageError(
             f"parameter {name!r} is a {kind}, a quantised tensor or another tensor subclass around inner ones, and "
             "requires grad: expected it to be frozen, with trainable parameters in torch.float32, torch.bfloat16 or "
-            "torch.float16 beside it (adapters); call requires_grad_(False) on it, or dequantise it"
+            "torch.float16 beside it (adapters); call requires_grad_(False) on it, or dequantise it",
+            code="model-trainable-tensor-subclass",
         )
     if is_outer(parameter) or parameter.is_meta or not parameter.numel():
         return
@@ -255,7 +257,8 @@ def check(name: str, parameter: nn.Parameter) -> None:
         raise UsageError(
             f"parameter {name!r} is a {kind}, a tensor subclass without memory of its own that does not say which "
             "tensors it consists of: expected a class with __tensor_flatten__ and __tensor_unflatten__ "
-            "(torch.utils._python_dispatch.is_traceable_wrapper_subclass)"
+            "(torch.utils._python_dispatch.is_traceable_wrapper_subclass)",
+            code="model-opaque-tensor-subclass",
         )
 
 
@@ -294,7 +297,8 @@ def _split(name: str, outer: nn.Parameter, device: torch.device) -> None:
         raise UsageError(
             f"parameter {name!r} is a {kind.__name__}, which cannot be made anew of its inner tensors ({problem}): "
             "expected __tensor_unflatten__ to give an object of the same class, shape and dtype, whose inner tensors "
-            "are attributes"
+            "are attributes",
+            code="model-tensor-subclass-not-rebuilt",
         )
 
 

@@ -79,7 +79,8 @@ class LeftShards:
         if len(found) > 1:
             raise UsageError(
                 f"{len(found)} modules of this model are from engines that were closed with restore=False: expected "
-                "one such module; call initialize for each of them alone, or close() without restore=False"
+                "one such module; call initialize for each of them alone, or close() without restore=False",
+                code="close-unrestored-several-modules",
             )
         return found[0] if found else None
 
@@ -121,21 +122,34 @@ class LeftShards:
         if not self._hides and (self._begun or not same):
             self.end(model)  # the weights are there
         elif not same:
-            raise UsageError(f"{self.refusal()}; got rank {rank} of {ranks}. For other ranks {anew}")
+            raise UsageError(
+                f"{self.refusal()}; got rank {rank} of {ranks}. For other ranks {anew}",
+                code="close-unrestored-other-ranks",
+            )
         if self._hides and self._begun:
-            raise UsageError(f"a start that failed has taken over a part of what close(restore=False) left: {anew}")
+            raise UsageError(
+                f"a start that failed has taken over a part of what close(restore=False) left: {anew}",
+                code="close-unrestored-partly-taken",
+            )
         if not self._hides:
             return
         present = {id(part) for parameter in model.parameters() for _, part in parts_of(parameter)}
         for parameter, spec, shown in zip(self._parameters, self.layout.parameters, self._shown, strict=True):
             if id(parameter) not in present:
-                raise UsageError(f"parameter {spec.name!r} is gone; {self.refusal()}; for another model {anew}")
+                raise UsageError(
+                    f"parameter {spec.name!r} is gone; {self.refusal()}; for another model {anew}",
+                    code="close-unrestored-parameter-gone",
+                )
             if (parameter.data_ptr(), parameter.dtype) != shown:
                 raise UsageError(
-                    f"parameter {spec.name!r} was moved, cast or written; {self.refusal()}; otherwise {anew}"
+                    f"parameter {spec.name!r} was moved, cast or written; {self.refusal()}; otherwise {anew}",
+                    code="close-unrestored-weights-changed",
                 )
         if any(restore_poison(dtype, platform) for dtype in {dtype for _, dtype in self._shown}):
-            raise UsageError(f"a parameter was written after close(restore=False), the write is lost; {self.refusal()}")
+            raise UsageError(
+                f"a parameter was written after close(restore=False), the write is lost; {self.refusal()}",
+                code="close-unrestored-weights-changed",
+            )
 
     @property
     def names(self) -> list[str]:

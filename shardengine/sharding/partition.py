@@ -150,7 +150,8 @@ def ignored_by(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Parame
         if not found:
             raise UsageError(
                 f"ignored_parameters: expected patterns that match names of parameters, got {pattern!r}, which matches "
-                f"none" + (f"; the nearest name is {nearest(pattern, named)!r}" if named else "")
+                f"none" + (f"; the nearest name is {nearest(pattern, named)!r}" if named else ""),
+                code="ignored-parameters-without-match",
             )
         chosen |= found
     return {name: parameter for name, parameter in named.items() if id(parameter) in chosen}
@@ -281,7 +282,8 @@ def find_units(model: nn.Module, setting: str | tuple[str, ...]) -> list[tuple[s
     if not isinstance(setting, str) and (missing := sorted(classes - present)):
         raise UsageError(
             f"zero_optimization.units names {', '.join(missing)}, but the model has no module of that class; "
-            f"the nearest one that it has is {nearest(missing[0], present)}"
+            f"the nearest one that it has is {nearest(missing[0], present)}",
+            code="units-unknown-class",
         )
     repeated = set() if classes & present else _repeated_children(model)
     return _outermost(model, lambda module: class_of(module).__name__ in classes or id(module) in repeated)
@@ -359,12 +361,16 @@ def _check(
     for parameter in parameters:
         name = names[id(parameter)][0]
         if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise UsageError(f"parameter {name!r} has no shape yet (a lazy module): run one forward before initialize")
+            raise UsageError(
+                f"parameter {name!r} has no shape yet (a lazy module): run one forward before initialize",
+                code="model-lazy-parameter",
+            )
         hidden = (left is not None and left.hides(parameter)) or inner.is_inner(parameter)
         if parameter.numel() > 1 and not any(parameter.stride()) and not hidden:
             raise UsageError(
                 f"parameter {name!r} has no memory of its own: expected a model of its own; is it sharded by another "
-                "engine? Call that engine's close() first, without restore=False unless this is the same model"
+                "engine? Call that engine's close() first, without restore=False unless this is the same model",
+                code="model-parameter-without-memory",
             )
         if parameter.requires_grad:
             _check_trainable(name, dtypes[id(parameter)], scaled=scaled)
@@ -375,12 +381,14 @@ def _check_ignored(ignored: Mapping[str, nn.Parameter], device: torch.device) ->
         if parameter.is_meta and device.type != "meta":
             raise UsageError(
                 f"parameter {name!r} is in ignored_parameters and on the meta device: expected one with values, on "
-                "this rank's device, because the engine gives it none"
+                "this rank's device, because the engine gives it none",
+                code="ignored-parameters-without-values",
             )
         if inner.is_outer(parameter):
             raise UsageError(
                 f"parameter {name!r} is in ignored_parameters and a {type(parameter).__name__}, whose tensors the "
-                "engine holds one by one: expected an ordinary parameter"
+                "engine holds one by one: expected an ordinary parameter",
+                code="ignored-parameters-tensor-subclass",
             )
 
 
@@ -392,7 +400,8 @@ def check_values(model: nn.Module, ignored: Sequence[str] = ()) -> None:
         if parameter.is_meta and name not in others:
             raise UsageError(
                 f"parameter {name!r} is on the meta device, it has no values: expected a model with weights on rank 0 "
-                "(from_pretrained, or to_empty and an initialisation); other ranks take its values"
+                "(from_pretrained, or to_empty and an initialisation); other ranks take its values",
+                code="model-weights-without-values",
             )
 
 
@@ -400,19 +409,22 @@ def _check_trainable(name: str, dtype: torch.dtype, *, scaled: bool) -> None:
     if dtype is torch.float16 and not scaled:
         raise UsageError(
             f"parameter {name!r} is {dtype}, whose gradients vanish or overflow unless the loss is scaled: expected "
-            '"fp16": {"enabled": true} in the config, or model.float(), model.bfloat16(), or a frozen parameter'
+            '"fp16": {"enabled": true} in the config, or model.float(), model.bfloat16(), or a frozen parameter',
+            code="model-fp16-without-loss-scale",
         )
     if dtype.is_complex:
         raise UsageError(
             f"parameter {name!r} is {dtype}: expected trainable parameters in torch.float32, torch.bfloat16 or "
             "torch.float16; keep nn.Parameter(torch.view_as_real(...)), whose last dimension holds the real and the "
             "imaginary part, use torch.view_as_complex(it) in forward, and call torch.view_as_complex on it to read "
-            "it; or freeze it"
+            "it; or freeze it",
+            code="model-dtype-not-trainable",
         )
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise UsageError(
             f"parameter {name!r} is {dtype}: expected trainable parameters in torch.float32, torch.bfloat16 or "
-            'torch.float16; use model.float(), model.bfloat16() or "bf16": {"enabled": true}, or freeze it'
+            'torch.float16; use model.float(), model.bfloat16() or "bf16": {"enabled": true}, or freeze it',
+            code="model-dtype-not-trainable",
         )
 
 
@@ -442,7 +454,8 @@ def check_dense(model: nn.Module, found: Partition, stage: str) -> None:
             raise UsageError(
                 f"module {name!r} has sparse=True, so the gradient of {name + '.weight'!r} is sparse: expected dense "
                 f"gradients at stage {stage}, which shards what belongs to them; set sparse=False, freeze it, or take "
-                "stage 0"
+                "stage 0",
+                code="grad-sparse-beyond-stage-0",
             )
 
 
@@ -453,7 +466,8 @@ def check_split(found: Partition) -> None:
             raise UsageError(
                 f"bf16.split_masters keeps beside a bf16 weight what it lacks of fp32, and parameter {spec.name!r} "
                 f"stays in torch.{spec.dtype}, as the running statistics of its norm are: expected split_masters to be "
-                "false, that norm frozen, or its statistics in bf16"
+                "false, that norm frozen, or its statistics in bf16",
+                code="split-masters-beside-fp32-weight",
             )
 
 
@@ -466,7 +480,8 @@ def check_max_norm(model: nn.Module, ranks: int) -> None:
             raise UsageError(
                 f"module {name!r} has max_norm={module.max_norm:g}: its forward shortens the rows that a rank looks "
                 f"up, which are others on each of the {ranks} ranks, so that weights would differ; set max_norm=None, "
-                "and shorten rows between steps inside `with engine.full_params(writable=True):`"
+                "and shorten rows between steps inside `with engine.full_params(writable=True):`",
+                code="model-embedding-max-norm",
             )
 
 
@@ -481,12 +496,14 @@ def check_sync_batch_norm(model: nn.Module, device: torch.device, ranks: int, se
                 f"module {name!r} is a SyncBatchNorm, which torch computes on GPUs alone, and the engine's device "
                 "is a CPU: expected BatchNorm, where each rank normalizes by its own samples and rank 0's running "
                 "statistics are everybody's, a norm without statistics over samples (LayerNorm, GroupNorm), or "
-                "module.eval() before initialize"
+                "module.eval() before initialize",
+                code="model-sync-batch-norm-cpu",
             )
         if (found := served(module.process_group)) != ranks:
             raise UsageError(
                 f"module {name!r} is a SyncBatchNorm over {found} ranks, and the engine has {ranks}: expected "
-                "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model, process_group) with the engine's ranks"
+                "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model, process_group) with the engine's ranks",
+                code="model-sync-batch-norm-ranks",
             )
 
 
@@ -506,7 +523,8 @@ def _check_scripted(model: nn.Module, inside: Collection[int]) -> None:
             f"{f'module {name!r}' if name else 'the model'} is TorchScript (torch.jit.script or torch.jit.trace)"
             + (f" with the parameter {held[0]!r}" if held else "")
             + ", which takes no hooks and holds its parameters itself: expected the Python module that it was made "
-            f"from (torch.compile makes that one fast; torch.jit.script again after training), or {whole}"
+            f"from (torch.compile makes that one fast; torch.jit.script again after training), or {whole}",
+            code="model-torchscript",
         )
 
 
@@ -517,7 +535,8 @@ def _check_wrappers(model: nn.Module) -> None:
                 raise UsageError(
                     f"{f'module {name!r}' if name else 'the model'} is in {kind.__name__}, which averages or shards "
                     "gradients itself: expected the plain model, which DistributedDataParallel and DataParallel have "
-                    "as `.module`"
+                    "as `.module`",
+                    code="model-already-data-parallel",
                 )
 
 

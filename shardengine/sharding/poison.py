@@ -267,7 +267,9 @@ def _refuse(found: Tensor, called: str, what: str) -> None:
         instead += "; call .to(), .half() and the like on a model before initialize"
     if called in _SAVES:
         instead += elsewhere.saving
-    raise UsageError(f"{name} was {what} by {called} while {elsewhere.where}: {instead}")
+    raise UsageError(
+        f"{name} was {what} by {called} while {elsewhere.where}: {instead}", code="weights-used-while-sharded"
+    )
 
 
 def _is_poison(value: object) -> bool:

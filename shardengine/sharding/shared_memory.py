@@ -57,7 +57,10 @@ def check(
         if first not in parameters or named[first] is named[second]:
             continue
         if first in trained or second in trained:
-            raise UsageError(_sentence(*((second, first) if first not in trained else (first, second))))
+            raise UsageError(
+                _sentence(*((second, first) if first not in trained else (first, second))),
+                code="model-parameters-share-memory",
+            )
         shared.setdefault(first, second)
         if second in parameters:
             shared.setdefault(second, first)
@@ -101,7 +104,7 @@ def _tensors_in(value: object) -> Iterator[Tensor]:
 def check_unfrozen(name: str, shared: Mapping[str, str]) -> None:
     """``UsageError`` where the parameter ``name``, which came frozen, is to be trained. shared: what ``check`` gave."""
     if name in shared:
-        raise UsageError(_sentence(name, shared[name]))
+        raise UsageError(_sentence(name, shared[name]), code="model-parameters-share-memory")
 
 
 def _sentence(name: str, other: str) -> str:
@@ -118,7 +121,8 @@ def _check_itself(name: str, parameter: nn.Parameter) -> None:
             f"parameter {name!r} is trained, and several of its elements lie in the same memory (shape "
             f"{tuple(parameter.shape)}, strides {parameter.stride()}; an expanded tensor?): expected one element for "
             "each, as torch's optimizers do; keep the smaller tensor as the parameter and expand it in forward, or "
-            "take .contiguous() of it"
+            "take .contiguous() of it",
+            code="model-parameter-overlaps-itself",
         )
 
 

@@ -126,7 +126,8 @@ class WholeGradients(CommHook):
             cure = " (of a collective that is under way: .get_future())" if hasattr(given, "get_future") else ""
             raise UsageError(
                 f"the communication hook {self.label} returned {type(given).__name__}: expected a tensor, or a future "
-                f"of one{cure}"
+                f"of one{cure}",
+                code="hook-returned-no-tensor",
             )
         future: torch.futures.Future[Any] = given
         return future
@@ -137,7 +138,8 @@ class WholeGradients(CommHook):
             self._failed = True
             raise UsageError(
                 f"the communication hook {self.label} has resized the bucket's buffer to {full.numel()} elements: "
-                f"expected it to keep its {elements}, and to return another tensor"
+                f"expected it to keep its {elements}, and to return another tensor",
+                code="hook-resized-bucket",
             )
 
     def result(self, future: torch.futures.Future[Any], like: Tensor) -> Tensor:
@@ -158,7 +160,8 @@ class WholeGradients(CommHook):
                 came = f"{given.numel()} elements of {given.dtype} on {given.device}"
             raise UsageError(
                 f"the communication hook {self.label} gave {came}: expected a tensor of the bucket's {like.numel()}, "
-                f"of a floating dtype on {like.device}"
+                f"of a floating dtype on {like.device}",
+                code="hook-result-does-not-fit",
             )
         return given.detach().reshape(-1)
 
