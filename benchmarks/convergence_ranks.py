@@ -95,7 +95,7 @@ class Plan:
 
     training: Training
     jobs: tuple[tuple[str, int], ...]
-    blocks: data.Blocks
+    blocks: data.TokenBlocks
     folder: str = ""
 
 
@@ -131,7 +131,7 @@ class NeverStopped(StopRequest):
         return False
 
 
-def read_blocks(vocabulary: int, length: int) -> data.Blocks:
+def read_blocks(vocabulary: int, length: int) -> data.TokenBlocks:
     """The built-in text of ``shardengine train`` in rows of ``length``, by a byte-level BPE of ``vocabulary`` tokens.
 
     The tokenizer is trained on the training part, as the command's is (``app/corpus.py``), of at least 257 tokens.
@@ -151,7 +151,7 @@ def read_blocks(vocabulary: int, length: int) -> data.Blocks:
     return reading.load_blocks(BUILTIN, lambda part: list(bpe.encode(part).ids), length)
 
 
-def unigram_loss(blocks: data.Blocks, vocabulary: int) -> float:
+def unigram_loss(blocks: data.TokenBlocks, vocabulary: int) -> float:
     """What the validation rows cost, in nats per token, a model that knows how frequent each token is and nothing else.
 
     Frequencies are the training rows', each count plus one.
@@ -269,7 +269,7 @@ def rank_main(rank: int, plan: Plan) -> None:
         leave(rank, plan.folder, {"runs": runs})
 
 
-def run_ranks(training: Training, jobs: Sequence[tuple[str, int]], blocks: data.Blocks) -> list[Run]:
+def run_ranks(training: Training, jobs: Sequence[tuple[str, int]], blocks: data.TokenBlocks) -> list[Run]:
     """Start the ranks and return a run for each of ``jobs``, as rank 0 saw it."""
     with tempfile.TemporaryDirectory(prefix="shardengine-bench-") as folder:
         plan = Plan(training, tuple(jobs), blocks, folder)

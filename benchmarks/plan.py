@@ -40,7 +40,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import shardengine
 from benchmarks.plan_cases import ARCHITECTURES, BUCKET, HELD_OUT, MATRIX, Architecture, Case
 from benchmarks.reporting import machine, table, write_result
-from shardengine.planner import DryRun, Place, dry_run, without_weights
+from shardengine.planner import DryRun, ModelPlace, dry_run, without_weights
 from tests.support.forks import Forks
 from tests.support.program_runs import free_port, join
 
@@ -69,7 +69,7 @@ def planned(case: Case, chosen: Architecture) -> DryRun:
         with torch.device("meta"):
             whole = chosen.make()
         make = lambda mode: without_weights(whole, mode)  # noqa: E731
-    place = Place(case.ranks, rank_of(case), apart=False)
+    place = ModelPlace(case.ranks, rank_of(case), apart=False)
     return dry_run(make, chosen.batch, case.config(), place, loss_of)
 
 

@@ -39,7 +39,7 @@ from shardengine.planner import (
     DryRun,
     Hardware,
     Link,
-    Place,
+    ModelPlace,
     Rates,
     Tape,
     Times,
@@ -130,7 +130,7 @@ def state_bytes(size: str, stage: str, ranks: int) -> float:
         model = nn.Sequential(*(nn.Linear(columns, rows, bias=False) for _ in range(count)))
     config = _config(stage, bucket=rows * columns)
     make = functools.partial(without_weights, model)
-    found = dry_run(make, dict, config, Place(ranks, ranks // 2), loss_of, steps=0)
+    found = dry_run(make, dict, config, ModelPlace(ranks, ranks // 2), loss_of, steps=0)
     return found.memory["predicted_model_state_bytes"]
 
 
@@ -230,7 +230,7 @@ def _dry(deep: Deep, depth: int) -> DryRun:
     bucket = 3 * deep.hidden**2  # four for each layer, 50M elements of the widest
     more = {"activation_checkpointing": {"enabled": True}, "gradient_clipping": 1.0}
     config = _config(deep.stage, deep.batch, bucket, **more)
-    place = Place(deep.ranks, deep.ranks // 2, node_ranks=deep.node_ranks)
+    place = ModelPlace(deep.ranks, deep.ranks // 2, node_ranks=deep.node_ranks)
     return dry_run(make, lambda: {"input_ids": ids, "labels": ids}, config, place, loss_of)
 
 
@@ -295,7 +295,7 @@ def resnet(batch: int, bucket: int = MIB_25) -> Tape:
         "zero_optimization": {"stage": 0, "reduce_bucket_size": bucket},
     }  # fmt: skip
     make = functools.partial(without_weights, model)
-    return dry_run(make, lambda: pictures, config, Place(32, 16, node_ranks=8), loss_of).tape
+    return dry_run(make, lambda: pictures, config, ModelPlace(32, 16, node_ranks=8), loss_of).tape
 
 
 def resnet_times(tape: Tape, ranks: int) -> Times:

@@ -37,7 +37,18 @@ from benchmarks.plan import loss_of
 from benchmarks.plan_cases import Text
 from benchmarks.reporting import machine, table, write_result
 from shardengine.comm import GroupName, nodes
-from shardengine.planner import DryRun, Hardware, Link, Place, Rates, Tape, Times, dry_run, simulate, without_weights
+from shardengine.planner import (
+    DryRun,
+    Hardware,
+    Link,
+    ModelPlace,
+    Rates,
+    Tape,
+    Times,
+    dry_run,
+    simulate,
+    without_weights,
+)
 from shardengine.planner.rates import COMPUTE, NETWORK, NODE
 from shardengine.planner.replay import carried_times
 
@@ -110,7 +121,7 @@ def run(way: str, ranks: int, rank: int = -1, depth: int = DEPTHS[0], micros: in
         calls += 1
         return {"input_ids": ids, "labels": ids}
 
-    place = Place(ranks, ranks // 2 if rank < 0 else rank, node_ranks=OF_NODE)
+    place = ModelPlace(ranks, ranks // 2 if rank < 0 else rank, node_ranks=OF_NODE)
     make = functools.partial(without_weights, model_of(depth))
     found = dry_run(make, batch, config_of(way, micros), place, loss_of, steps=steps)
     return Run(found, calls)

@@ -31,7 +31,7 @@ from benchmarks.plan import loss_of
 from benchmarks.plan_cases import LLAMA, STATES, Case, Text, words
 from benchmarks.reporting import machine, table, write_result
 from shardengine.comm import GroupName, GroupSpeed, cores, measure_gathers, measure_reduction
-from shardengine.planner import Place, Rates, Times, dry_run, measured, measured_calls, simulate
+from shardengine.planner import ModelPlace, Rates, Times, dry_run, measured, measured_calls, simulate
 from tests.support.forks import Forks
 from tests.support.program_runs import free_port, join
 
@@ -86,7 +86,7 @@ def _life(say: Callable[[Any], None], rank: int, port: int, cases: Sequence[Case
 
 
 def _tape(case: Case, rank: int) -> Any:
-    place = Place(case.ranks, rank, apart=False)
+    place = ModelPlace(case.ranks, rank, apart=False)
     return dry_run(lambda _: MODELS[case.model](), words, case.config(), place, loss_of).tape
 
 

@@ -43,7 +43,7 @@ from benchmarks.convergence_ranks import (
 )
 from benchmarks.reporting import RESULTS
 from shardengine import kernels
-from shardengine.app.data import Blocks, Rows
+from shardengine.app.data import Rows, TokenBlocks
 from shardengine.config.load import load_config
 
 STOCHASTIC = "bf16-pure-stochastic"
@@ -195,16 +195,16 @@ def test_the_text_is_the_commands_and_its_frequencies_cost_less_than_nothing_kno
     counts = torch.bincount(tokens.flatten(), minlength=300).double() + 1
     by_hand = sum(math.log(float(counts.sum() / counts[token])) for token in blocks.validation.input_ids[0, 1:]) / 15
     row = blocks.validation.input_ids[:1]
-    one = Blocks(blocks.training, Rows(row, row))
+    one = TokenBlocks(blocks.training, Rows(row, row))
     assert unigram_loss(one, 300) == pytest.approx(by_hand)
     assert 3.0 < unigram_loss(blocks, 300) < math.log(300)
 
 
-def few_blocks(vocabulary: int, length: int) -> Blocks:
+def few_blocks(vocabulary: int, length: int) -> TokenBlocks:
     """The text with few rows to validate on."""
     blocks = read_blocks(vocabulary, length)
     few = blocks.validation.input_ids[:8]
-    return Blocks(blocks.training, Rows(few, few))
+    return TokenBlocks(blocks.training, Rows(few, few))
 
 
 @pytest.mark.usefixtures("forked_ranks")

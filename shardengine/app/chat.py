@@ -31,7 +31,7 @@ class Chat:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
-    def encode(self, row: jsonl.Row, where: str) -> tuple[list[int], list[int]]:
+    def encode(self, row: jsonl.JsonRow, where: str) -> tuple[list[int], list[int]]:
         """Return (tokens, labels) of a conversation. All labels but those of the assistant's turns are IGNORED.
 
         where: the row's place, for errors. UsageError if nothing in the conversation can be learnt.

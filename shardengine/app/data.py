@@ -75,7 +75,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Blocks:
+class TokenBlocks:
     """The two parts of the data.
 
     ``truncated``: examples that lost their end · ``dropped``: examples that were left out.

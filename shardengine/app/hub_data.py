@@ -27,7 +27,7 @@ def is_name(data: str) -> bool:
     return not Path(path.parts[0]).exists()
 
 
-def read(data: str, option: str = "--data") -> list[jsonl.Row]:
+def read(data: str, option: str = "--data") -> list[jsonl.JsonRow]:
     """Return all rows. UsageError if `datasets` is missing, finds nothing, or finds no column that can be learnt."""
     try:
         import datasets

@@ -28,7 +28,7 @@ Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Row:
+class JsonRow:
     """One line. ``completion`` is learnt. For a document it is the text, and ``prompt`` is None.
 
     messages, tools: of a conversation, which has no prompt and no completion; None for the other forms.
@@ -51,9 +51,9 @@ def is_jsonl(data: str) -> bool:
     return Path(data).suffix.lower() in SUFFIXES
 
 
-def read(path: str, option: str = "--data") -> list[Row]:
+def read(path: str, option: str = "--data") -> list[JsonRow]:
     """Return all rows of the UTF-8 file. UsageError, with file and line, for the first one that cannot be used."""
-    rows: list[Row] = []
+    rows: list[JsonRow] = []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8-sig").split("\n"), 1):
         if not line.strip():
             continue
@@ -69,7 +69,7 @@ def read(path: str, option: str = "--data") -> list[Row]:
     return rows
 
 
-def _row(where: str, number: int, line: str) -> Row:
+def _row(where: str, number: int, line: str) -> JsonRow:
     try:
         value = json.loads(line)
     except ValueError as error:
@@ -77,7 +77,7 @@ def _row(where: str, number: int, line: str) -> Row:
     return row_of(value, number, where)
 
 
-def row_of(value: Any, number: int, where: str) -> Row:
+def row_of(value: Any, number: int, where: str) -> JsonRow:
     """Return the row of one line, or of one row of a dataset.
 
     UsageError, beginning with ``where``, if it cannot be used.
@@ -95,10 +95,10 @@ def row_of(value: Any, number: int, where: str) -> Row:
     learnt = forms[0][-1]
     if not value[learnt].strip():
         raise UsageError(f'{where}: "{learnt}" is empty: there is nothing to learn; leave the line out')
-    return Row(number, value.get("prompt"), value[learnt])
+    return JsonRow(number, value.get("prompt"), value[learnt])
 
 
-def _conversation(where: str, number: int, value: dict[str, Any]) -> Row:
+def _conversation(where: str, number: int, value: dict[str, Any]) -> JsonRow:
     messages, tools = value["messages"], value.get("tools")
     if not isinstance(messages, list) or not messages:
         found = "empty" if messages == [] else _kind(messages)
@@ -121,7 +121,7 @@ def _conversation(where: str, number: int, value: dict[str, Any]) -> Row:
             f'{where}: has the roles {roles}; expected a message of "{ASSISTANT}", without which there is nothing to '
             "learn; leave the line out"
         )
-    return Row(number, None, "", messages, tools or None)
+    return JsonRow(number, None, "", messages, tools or None)
 
 
 def _check_text(where: str, key: str, value: Any) -> None:
@@ -131,7 +131,7 @@ def _check_text(where: str, key: str, value: Any) -> None:
         raise UsageError(f'{where}: "{key}" holds half of a surrogate pair, which is no character')
 
 
-def _form(row: Row) -> str:
+def _form(row: JsonRow) -> str:
     return " and ".join(f'"{key}"' for key in row.form)
 
 

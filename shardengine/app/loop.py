@@ -23,7 +23,7 @@ from shardengine.app import adapters, corpus, data, four_bits, global_mean, pack
 from shardengine.app.chat import Chat
 from shardengine.app.evaluation import validate
 from shardengine.app.rank_sums import RankSums
-from shardengine.app.report import Progress, Report
+from shardengine.app.report import Progress, RunReport
 from shardengine.app.resume import Checkpoints
 from shardengine.app.settings import APART, DEFAULT_LENGTH, FROM_CONFIG, Settings
 from shardengine.app.stopping import StopRequest
@@ -46,7 +46,7 @@ def train(settings: Settings, config: Config, rank_sums: RankSums) -> bool:
     blocks = load_data(settings, tokenizer, model)
     config = planning.decided(settings, config, model, blocks, rank_sums.mesh)
     settings = settings.with_steps(len(blocks.training), config.train_batch_size or 1)
-    out = Report(settings, steps=settings.steps, every=config.steps_per_print, enabled=rank_sums.rank == 0)
+    out = RunReport(settings, steps=settings.steps, every=config.steps_per_print, enabled=rank_sums.rank == 0)
     plan = planning.of_run(settings, config, model, blocks, rank_sums)  # on rank 0: the memory that this run needs
 
     engine = shardengine.initialize(
@@ -238,7 +238,7 @@ def _make(
     return model
 
 
-def load_data(settings: Settings, tokenizer: Any, model: Any) -> data.Blocks:
+def load_data(settings: Settings, tokenizer: Any, model: Any) -> data.TokenBlocks:
     """Return the rows of tokens, of the settings' length, or of the model's positions if they are fewer.
 
     UsageError if --length asks for more than the positions, except in a resumed run, which keeps its rows.

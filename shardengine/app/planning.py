@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from shardengine.app import adapters, four_bits, sources, what_fits
-from shardengine.app.data import Blocks, training_batches
+from shardengine.app.data import TokenBlocks, training_batches
 from shardengine.app.rank_sums import RankSums
 from shardengine.app.settings import Settings, check_model, read_base, read_config, require, require_lora
 from shardengine.comm import Mesh
@@ -35,7 +35,7 @@ from shardengine.planner import (
     SETTLED_STEPS,
     Choice,
     Hardware,
-    Moment,
+    MemoryMoment,
     Plan,
     Question,
     Taken,
@@ -264,7 +264,7 @@ class RunPlan:
         return f"{compared.line()} on {where}", compared.sentence()
 
 
-def of_run(settings: Settings, config: Config, model: Any, blocks: Blocks, rank_sums: RankSums) -> RunPlan:
+def of_run(settings: Settings, config: Config, model: Any, blocks: TokenBlocks, rank_sums: RankSums) -> RunPlan:
     """Plan the run that is about to begin: its model, its first micro-batch, this machine. Rank 0 makes the plan."""
     if not settings.plan or rank_sums.rank:
         return RunPlan(None)
@@ -273,14 +273,14 @@ def of_run(settings: Settings, config: Config, model: Any, blocks: Blocks, rank_
     return RunPlan(plan_amid(model, config, where, lambda: first_batch(config, blocks, mesh.ranks)))
 
 
-def decided(settings: Settings, config: Config, model: Any, blocks: Blocks, mesh: Mesh) -> Config:
+def decided(settings: Settings, config: Config, model: Any, blocks: TokenBlocks, mesh: Mesh) -> Config:
     """Return ``config`` with planned values in place of "auto"; collective."""
     asked = _question(settings, config, model, blocks)
     return config if asked is None else settings.read_config(mesh.ranks, automatic.decide(asked, mesh))
 
 
 def decided_alone(
-    where: Hardware, settings: Settings, config: Config, model: Any, blocks: Blocks
+    where: Hardware, settings: Settings, config: Config, model: Any, blocks: TokenBlocks
 ) -> tuple[Config, Sequence[str]]:
     """Decide as ``decided`` in this process alone, for ranks that do not exist; return the reasons as well."""
     asked = _question(settings, config, model, blocks)
@@ -290,7 +290,7 @@ def decided_alone(
     return settings.read_config(where.ranks, values), [f'"auto": {said}']
 
 
-def _question(settings: Settings, config: Config, model: Any, blocks: Blocks) -> Question | None:
+def _question(settings: Settings, config: Config, model: Any, blocks: TokenBlocks) -> Question | None:
     """Return the open question of the run's config; None if nothing is to be decided."""
     if settings.resume is not None:
         return None
@@ -301,7 +301,7 @@ def _question(settings: Settings, config: Config, model: Any, blocks: Blocks) ->
     return None if asked is None else dataclasses.replace(asked, base=sources.with_optimizer(asked.base))
 
 
-def first_batch(config: Config, blocks: Blocks, ranks: int) -> dict[str, Any]:
+def first_batch(config: Config, blocks: TokenBlocks, ranks: int) -> dict[str, Any]:
     """Return the first micro-batch as the loop passes it to the engine."""
     micro_batch = config.train_micro_batch_size_per_gpu or 1
     return {**next(training_batches(blocks.training, micro_batch, 0, ranks, config.seed)), "use_cache": False}
@@ -362,7 +362,7 @@ def draw(found: Plan, path: Path, title: str) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _places(moments: Sequence[Moment]) -> list[int]:
+def _places(moments: Sequence[MemoryMoment]) -> list[int]:
     """Return the position of each moment on the axis.
 
     Blocks without a moment, which lie between others, take up space.

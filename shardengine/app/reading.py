@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardengine.app import corpus, hub_data, jsonl, packing
-from shardengine.app.data import IGNORED, Blocks, Rows
+from shardengine.app.data import IGNORED, Rows, TokenBlocks
 from shardengine.app.settings import APART, DROP, JOINED, NONE, TRUNCATE
 from shardengine.errors import UsageError
 
@@ -28,7 +28,7 @@ _DOCUMENTS, _CONVERSATIONS = ("text",), ("messages",)
 
 Example = tuple[list[int], list[int]]
 """(tokens, labels), equally many of each."""
-ReadChat = Callable[[jsonl.Row, str], Example]
+ReadChat = Callable[[jsonl.JsonRow, str], Example]
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class How:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _TextPart:
     """The content of a file for one purpose: a text, or lines. whole: nothing of it may be left out."""
 
     option: str
     path: str
-    content: str | list[jsonl.Row]
+    content: str | list[jsonl.JsonRow]
     name: str = ""
     whole: bool = False
     limit: int | None = None
@@ -79,7 +79,7 @@ def load_blocks(
     begin: Sequence[int] = (),
     chat: ReadChat | None = None,
     how: How = How(),
-) -> Blocks:
+) -> TokenBlocks:
     """Read, split and tokenize ``data``: JSON lines if it has their suffix (see jsonl), otherwise text.
 
     end: the end-of-text token, after every document and completion · begin: tokens before every prompt · chat: encodes
@@ -91,12 +91,12 @@ def load_blocks(
         parts = _split(data, content)
     else:
         held_out = _content(how.held_out, _VALIDATION)
-        parts = [_Part(_TRAINING, data, content), _Part(_VALIDATION, how.held_out, held_out, whole=True)]
+        parts = [_TextPart(_TRAINING, data, content), _TextPart(_VALIDATION, how.held_out, held_out, whole=True)]
     asked = [how.packing, how.packing if how.held_out is None or _suits(parts[1], how.packing) else None]
     made = [maker.rows(part, packing, how.too_long) for part, packing in zip(parts, asked, strict=True)]
     training, validation = made
     truncated, dropped = (sum(getattr(each, name) for each in made) for name in ("truncated", "dropped"))
-    return Blocks(training.rows, validation.rows, truncated, dropped)
+    return TokenBlocks(training.rows, validation.rows, truncated, dropped)
 
 
 def pack(tokens: list[int], length: int) -> Tensor:
@@ -105,18 +105,18 @@ def pack(tokens: list[int], length: int) -> Tensor:
     return torch.tensor(tokens[: count * length], dtype=torch.int64).view(count, length)
 
 
-def _content(path: str, option: str) -> str | list[jsonl.Row]:
+def _content(path: str, option: str) -> str | list[jsonl.JsonRow]:
     if hub_data.is_name(path):
         return hub_data.read(path, option)
     return jsonl.read(path, option) if jsonl.is_jsonl(path) else corpus.read_text(path)
 
 
-def _split(data: str, content: str | list[jsonl.Row]) -> list[_Part]:
+def _split(data: str, content: str | list[jsonl.JsonRow]) -> list[_TextPart]:
     """Return the training part and the validation part of one file."""
     names = ("training", "validation")
     if isinstance(content, str):
         texts = corpus.split(content)
-        return [_Part(_TRAINING, data, text, name) for text, name in zip(texts, names, strict=True)]
+        return [_TextPart(_TRAINING, data, text, name) for text, name in zip(texts, names, strict=True)]
     cut = int(len(content) * (1 - corpus.VALIDATION_FRACTION))
     if not cut and content[0].form != _DOCUMENTS:
         raise UsageError(f"--data {data}: has one example, expected at least two {_SHARE}, or --eval FILE")
@@ -127,11 +127,12 @@ def _split(data: str, content: str | list[jsonl.Row]) -> list[_Part]:
     limits = (None, MAX_VALIDATION_BLOCKS)
     lines = (content[:cut], content[cut:])
     return [
-        _Part(_TRAINING, data, part, name, limit=limit) for part, name, limit in zip(lines, names, limits, strict=True)
+        _TextPart(_TRAINING, data, part, name, limit=limit)
+        for part, name, limit in zip(lines, names, limits, strict=True)
     ]
 
 
-def _suits(part: _Part, packing: str | None) -> bool:
+def _suits(part: _TextPart, packing: str | None) -> bool:
     """Whether the packing of the training data is possible with ``part`` as well."""
     if packing == JOINED:
         return part.form in ((), _DOCUMENTS)
@@ -151,7 +152,7 @@ class _Maker:
     ) -> None:
         self._encode, self._length, self._end, self._begin, self._chat = encode, length, end, begin, chat
 
-    def rows(self, part: _Part, packing_asked: str | None, too_long: str) -> _Made:
+    def rows(self, part: _TextPart, packing_asked: str | None, too_long: str) -> _Made:
         """Return the rows of a part."""
         documents = part.form in ((), _DOCUMENTS)
         chosen = packing_asked or (JOINED if documents else NONE)
@@ -176,13 +177,13 @@ class _Maker:
         rows = make(kept[: part.limit], self._length, padding)
         return _Made(rows, truncated, dropped)
 
-    def _lines(self, part: _Part) -> list[jsonl.Row]:
+    def _lines(self, part: _TextPart) -> list[jsonl.JsonRow]:
         assert not isinstance(part.content, str)
         if self._end is None and part.form != _CONVERSATIONS:
             raise UsageError(f"{part.where}: expected a tokenizer with an end-of-text token (eos_token), it has none")
         return part.content
 
-    def _joined(self, part: _Part) -> Rows:
+    def _joined(self, part: _TextPart) -> Rows:
         """Return full rows of text; a file for validation keeps its rest, padded."""
         if isinstance(part.content, str):
             stream = self._encode(part.content)
@@ -199,7 +200,7 @@ class _Maker:
             raise UsageError(f"{part.where}: {what} is shorter than {least}; bring more text{share}")
         return Rows(blocks, blocks)
 
-    def _example(self, part: _Part, row: jsonl.Row) -> Example:
+    def _example(self, part: _TextPart, row: jsonl.JsonRow) -> Example:
         """Return (tokens, labels) of a line, not yet cut to ``length``.
 
         Labels of tokens that are not learnt are IGNORED.
@@ -216,7 +217,7 @@ class _Maker:
         return prompt + completion, [IGNORED] * len(prompt) + completion
 
     def _fit(
-        self, part: _Part, examples: Sequence[tuple[Example, int]], too_long: str
+        self, part: _TextPart, examples: Sequence[tuple[Example, int]], too_long: str
     ) -> tuple[list[Example], int, int]:
         """Return (examples of at most ``length`` tokens, how many lost their end, how many were left out)."""
         kept, long, length = [], 0, self._length

@@ -20,7 +20,7 @@ import torch
 
 from shardengine import stages
 from shardengine.app import adapters, flops, sources
-from shardengine.app.data import Blocks
+from shardengine.app.data import TokenBlocks
 from shardengine.app.settings import DROP, FROM_CONFIG, Settings
 from shardengine.checkpoint import write_text
 from shardengine.engine import Engine
@@ -44,7 +44,7 @@ class Progress:
     waited: float = 0.0
 
 
-class Report:
+class RunReport:
     """One run's output: lines for people on stdout, and files in ``settings.output``."""
 
     def __init__(self, settings: Settings, *, steps: int, every: int, enabled: bool) -> None:
@@ -58,7 +58,7 @@ class Report:
         self._flops_per_token = 0.0
         self._bar: Any = None
 
-    def header(self, engine: Engine, blocks: Blocks, notices: Iterable[str], plan: str) -> None:
+    def header(self, engine: Engine, blocks: TokenBlocks, notices: Iterable[str], plan: str) -> None:
         """Print the facts of the run; write the resolved config, or continue a resumed run's metrics.
 
         notices: of the config, as it was read · plan: of the run's memory; "" if none was asked for.
@@ -117,7 +117,7 @@ class Report:
                 total=self._steps, initial=self._first, file=sys.stdout, unit="step", dynamic_ncols=True, leave=False
             )
 
-    def _notes(self, blocks: Blocks, notices: Iterable[str]) -> None:
+    def _notes(self, blocks: TokenBlocks, notices: Iterable[str]) -> None:
         for notice in notices:
             print(f"note: {notice}")
         if blocks.truncated:
@@ -360,7 +360,7 @@ def _dtypes(engine: Engine) -> str:
     )
 
 
-def _rows(blocks: Blocks) -> str:
+def _rows(blocks: TokenBlocks) -> str:
     if blocks.training.position_ids is not None:
         rows, filled = blocks.training, blocks.training.tokens / blocks.training.input_ids.numel()
         documents = int((rows.position_ids == 1).sum()) if rows.position_ids is not None else 0

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from shardengine.app import sources
-from shardengine.app.data import Blocks
+from shardengine.app.data import TokenBlocks
 from shardengine.app.rank_sums import RankSums
 from shardengine.app.report import Progress
 from shardengine.app.settings import (
@@ -262,7 +262,7 @@ def hint(output: Path) -> str:
 class Checkpoints:
     """Saves and restores one run; every call is collective. Without ``--save-every`` they do nothing."""
 
-    def __init__(self, engine: Engine, settings: Settings, blocks: Blocks, rank_sums: RankSums) -> None:
+    def __init__(self, engine: Engine, settings: Settings, blocks: TokenBlocks, rank_sums: RankSums) -> None:
         """Read and write nothing yet."""
         self._engine, self._settings, self._rank_sums = engine, settings, rank_sums
         self._folder = settings.output / FOLDER
@@ -375,7 +375,7 @@ def write_run(settings: Settings, ranks: int) -> None:
     write_text(settings.output / RUN, json.dumps(facts, indent=2) + "\n")
 
 
-def _facts(engine: Engine, settings: Settings, blocks: Blocks) -> dict[str, Any]:
+def _facts(engine: Engine, settings: Settings, blocks: TokenBlocks) -> dict[str, Any]:
     """Return the facts that decide which rows are read when, and the learning rates; part of every checkpoint."""
     digest = hashlib.sha256()
     for rows in (blocks.training, blocks.validation):

@@ -22,7 +22,7 @@ _SHORTEST = 256
 _ZERO = "zero_optimization"
 
 
-class _Change(NamedTuple):
+class _SuggestedChange(NamedTuple):
     """option: of ``shardengine plan`` · values: of that option; --set KEY=VALUE is added to those that are given."""
 
     option: str
@@ -65,12 +65,12 @@ def sentences(options: argparse.Namespace, found: Plan, planned: Callable[[argpa
 
 def _chosen(
     options: argparse.Namespace, found: Plan, planned: Callable[[argparse.Namespace], Plan]
-) -> tuple[Sequence[_Change], Plan] | None:
+) -> tuple[Sequence[_SuggestedChange], Plan] | None:
     """Return the changes that make it fit, and the plan; None if none do.
 
     Changes are added until it fits. Then those that are not needed are removed again, the most costly first.
     """
-    taken: list[_Change] = []
+    taken: list[_SuggestedChange] = []
     for change in _changes(options, found):
         before = taken
         taken = [each for each in taken if each.option == "--set" or each.option != change.option] + [change]
@@ -89,28 +89,28 @@ def _chosen(
     return taken, plan
 
 
-def _changes(options: argparse.Namespace, found: Plan) -> Iterator[_Change]:
+def _changes(options: argparse.Namespace, found: Plan) -> Iterator[_SuggestedChange]:
     """Yield changes. Those that keep the global batch, and so the training, come first."""
     config, hardware = found.config, found.hardware
     micro, steps = config.train_micro_batch_size_per_gpu or 1, config.gradient_accumulation_steps or 1
     if micro > 1:
         follows = config.sources.get(STEPS) == "derived" and config.sources.get(WHOLE) == "file"
         kept = () if follows and options.micro_batch is None else (f"{STEPS}={micro * steps}",)
-        yield _Change("--set", (f"{MICRO}=1", *kept))
+        yield _SuggestedChange("--set", (f"{MICRO}=1", *kept))
     if not stages.select(config).moves_weights:
-        yield _Change("--set", (f"{_ZERO}.stage=3",))
+        yield _SuggestedChange("--set", (f"{_ZERO}.stage=3",))
     if not config.activation_checkpointing.enabled:
-        yield _Change("--set", ("activation_checkpointing.enabled=true",))
+        yield _SuggestedChange("--set", ("activation_checkpointing.enabled=true",))
     if hardware.host_bytes is not None:
-        yield _Change("--set", (f"{_ZERO}.offload_optimizer.device=cpu",))
-        yield _Change("--set", (f"{_ZERO}.offload_param.device=cpu",))
+        yield _SuggestedChange("--set", (f"{_ZERO}.offload_optimizer.device=cpu",))
+        yield _SuggestedChange("--set", (f"{_ZERO}.offload_param.device=cpu",))
     length = found.shape[1] // 2 if len(found.shape) == 2 else 0
     while length >= _SHORTEST:
-        yield _Change("--length", (str(length),))
+        yield _SuggestedChange("--length", (str(length),))
         length //= 2
     size = options.gpus.lower().partition("x")[2] or options.gpus
     for times in (2, 4):
-        yield _Change("--gpus", (f"{times * hardware.ranks}x{size.upper().replace('GIB', 'GiB')}",))
+        yield _SuggestedChange("--gpus", (f"{times * hardware.ranks}x{size.upper().replace('GIB', 'GiB')}",))
 
 
 def _tried(options: argparse.Namespace, planned: Callable[[argparse.Namespace], Plan]) -> Plan | None:
@@ -121,7 +121,7 @@ def _tried(options: argparse.Namespace, planned: Callable[[argparse.Namespace], 
         return None
 
 
-def _all(options: argparse.Namespace, changes: Sequence[_Change]) -> argparse.Namespace:
+def _all(options: argparse.Namespace, changes: Sequence[_SuggestedChange]) -> argparse.Namespace:
     for change in changes:
         options = change.applied(options)
     return options

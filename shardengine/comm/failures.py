@@ -254,8 +254,9 @@ class Failures:
         return f"after step {steps}" if steps else "before its first step"
 
     def repeat_report(self, what: str) -> None:
-        """Repeat this rank's last report without its place, so it counts for every rank: those that wait must come to
-        ``what``.
+        """Repeat this rank's last report without its place, so it counts for every rank.
+
+        The ranks that wait must come to ``what``.
         """
         last = self._reported or FailureReport(f"it waits in {what}", gave_up=True)
         self.report(FailureReport(last.text, gave_up=last.gave_up))

@@ -25,7 +25,7 @@ from shardengine.stages import Placement
 LARGE_BYTES = 4 * 2**20
 TRIES = 6
 LEAST_LATENCY_S, LEAST_S_PER_BYTE = 1e-6, 1e-12
-"""Below these nothing is believed: times of a clock, of a machine that was interrupted between two sizes."""
+"""Lower limits: smaller results come from the clock's resolution or an interruption between the two sizes."""
 _WHAT = "measuring the group"
 
 

@@ -39,19 +39,20 @@ from shardengine.errors import ShardEngineError, UsageError
 
 _log = logging.getLogger(__name__)
 THREADS = "SHARDENGINE_THREADS"
-"""The variable that says how many threads a native kernel takes."""
+"""The variable with the number of threads of a native kernel."""
 _GRACE_S = 5.0
-"""How long a rank may take to end after it was asked to, before it is killed; or to report the failure that others only
-suffer from."""
+"""How long a rank may take to end after a request before it is killed, and how long the rank that failed first may take
+to report after others that only suffer from it.
+"""
 _END_S = 30 * 86400.0
-"""How long a rank of NCCL that has returned waits for the others; the parent ends it where one fails."""
+"""How long a rank of NCCL that has returned waits for the others; the parent ends it if one fails."""
 _SPREAD_S = 0.5
-"""How long other ranks may still report after one has said what went wrong."""
+"""How long other ranks may still report after one has reported a failure of its own."""
 
 
 @dataclass(frozen=True)
 class _RankReport:
-    """What a rank sends home once: its pickled value, or its pickled exception and the failure."""
+    """The only report of a rank to the parent: its pickled value, or its pickled exception and the failure."""
 
     rank: int
     value: bytes
@@ -59,14 +60,14 @@ class _RankReport:
 
 
 class _RankTraceback(Exception):
-    """Carries a rank's traceback as text, shown by Python above the exception that is raised in the parent."""
+    """Carries a rank's traceback as text; Python shows it above the exception that is raised in the parent."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
 
 
 def cores() -> int:
-    """CPU cores that this process may use: its affinity and the container's quota, at least 1."""
+    """Return the number of CPU cores that this process may use: its affinity and the container's quota, at least 1."""
     found = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     quota = Path("/sys/fs/cgroup/cpu.max")
     if quota.exists():
@@ -77,14 +78,14 @@ def cores() -> int:
 
 
 def default_ranks() -> int:
-    """One rank per GPU; without a GPU, or where SHARDENGINE_DEVICE says cpu, 2."""
+    """Return one rank per GPU; without a GPU, or if SHARDENGINE_DEVICE is cpu, 2."""
     return devices.count() or 2
 
 
 def rank_environment(ranks: int) -> dict[str, str]:
-    """Variables for ``ranks`` processes on this machine; what the caller has set already stays as it is.
+    """Return variables for ``ranks`` processes on this machine, without those that the caller has already set.
 
-    OMP_NUM_THREADS = cores // ranks (torchrun would say 1, and unset every rank would take all cores).
+    OMP_NUM_THREADS = cores // ranks (torchrun would set 1, and without it every rank would take all cores).
     GLOO_SOCKET_IFNAME = the loopback interface.
     """
     wanted = {"OMP_NUM_THREADS": str(max(1, cores() // ranks))}
@@ -93,11 +94,11 @@ def rank_environment(ranks: int) -> dict[str, str]:
 
 
 def host_threads(*, offloads: bool) -> int | None:
-    """Threads for what this rank's native kernels compute; None: as many as torch has.
+    """Return the number of threads for this rank's native kernels; None: as many as torch has.
 
-    SHARDENGINE_THREADS says how many, UsageError if it is no such number. offloads: the host steps what is offloaded.
-    Then it is cores // ranks of this machine where torchrun has set OMP_NUM_THREADS=1, as it does where nobody has set
-    it, for ranks whose work is on a GPU. Who wants torch to have more threads as well sets OMP_NUM_THREADS.
+    SHARDENGINE_THREADS sets it; UsageError if that is not an integer >= 1. offloads: the host steps offloaded state.
+    Then the number is cores // ranks of this machine if torchrun has set OMP_NUM_THREADS=1, as it does if nobody has
+    set it, for ranks whose work is on a GPU. To give torch more threads as well, set OMP_NUM_THREADS.
     """
     said = os.environ.get(THREADS, "")
     if said:
@@ -113,9 +114,9 @@ def host_threads(*, offloads: bool) -> int | None:
 def launch(fn: Callable[..., Any], ranks: int = 2, args: Sequence[Any] = ()) -> list[Any]:
     """Run ``fn(*args)`` in ``ranks`` new processes of this machine and return each rank's value, in rank order.
 
-    Around ``fn`` the process group exists (NCCL if there is a GPU for every rank, else gloo on loopback, with a warning
-    about GPUs that are not used) and RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, so that
-    ``shardengine.initialize`` works as it is. SHARDENGINE_DEVICE says "cpu", or "cuda": too few GPUs are an error.
+    While ``fn`` runs the process group exists (NCCL if there is a GPU for every rank, else gloo on loopback, with a
+    warning about GPUs that are not used). RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, so
+    ``shardengine.initialize`` needs no more. SHARDENGINE_DEVICE=cpu uses no GPU; with cuda too few GPUs are an error.
     ``fn``, ``args`` and the values travel pickled; with ``cloudpickle`` installed ``fn`` may also be a lambda, a nested
     function or a function of a notebook. In a script, call it under ``if __name__ == "__main__":``.
 
@@ -160,7 +161,7 @@ def launch(fn: Callable[..., Any], ranks: int = 2, args: Sequence[Any] = ()) -> 
 
 
 def _device_environment(ranks: int) -> dict[str, str]:
-    """What the ranks are told about devices, and the user, where GPUs are not used."""
+    """Return the ranks' variables for devices; warn the user if GPUs are not used."""
     visible = devices.count()
     reason = devices.too_few(ranks)
     if not reason and dist.is_nccl_available():
@@ -181,7 +182,7 @@ def _device_environment(ranks: int) -> dict[str, str]:
 
 
 def _pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """``fn`` and ``args`` as bytes; UsageError with what to do if that cannot work."""
+    """Return ``fn`` and ``args`` as bytes; if that cannot work, raise UsageError with a remedy."""
     interactive = fn.__module__ == "__main__" and "__file__" not in vars(sys.modules["__main__"])
     try:
         if find_spec("cloudpickle"):
@@ -200,7 +201,7 @@ def _pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 
 def _run_rank(sender: Connection, rank: int, ranks: int, port: int, payload: bytes) -> None:
-    """A rank's process: the process group around ``fn``, and one report home."""
+    """Run a rank's process: the process group around ``fn``, and one report to the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal; the parent decides
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.update(
@@ -238,7 +239,7 @@ def _run_rank(sender: Connection, rank: int, ranks: int, port: int, payload: byt
 
 
 def _pack_error(error: BaseException) -> bytes:
-    """The exception as bytes; an exception that does not survive pickling is replaced by one with the same text."""
+    """Return the exception as bytes; one that does not survive pickling is replaced by one with the same text."""
     try:
         packed = pickle.dumps(error)
         pickle.loads(packed)
@@ -248,7 +249,7 @@ def _pack_error(error: BaseException) -> bytes:
 
 
 def _end_with_parent() -> None:
-    """End this rank when the process that started it is gone, so that no rank trains on as an orphan."""
+    """End this rank when the process that started it is gone, so no rank continues as an orphan."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])
@@ -256,9 +257,9 @@ def _end_with_parent() -> None:
 
 
 def _collect(connections: Sequence[Connection]) -> dict[int, _RankReport]:
-    """Reports by rank: of all ranks, or, once one failed, of those that answer while the failure spreads.
+    """Return reports by rank: of all ranks or, once one failed, of those that answer while the failure spreads.
 
-    That is longer as long as all that failed may have failed because of another, whose report is on its way.
+    That time is longer while every failed rank may have failed because of another, whose report is on its way.
     """
     reports: dict[int, _RankReport] = {}
     pending = {connection: rank for rank, connection in enumerate(connections)}
@@ -280,7 +281,7 @@ def _collect(connections: Sequence[Connection]) -> dict[int, _RankReport]:
 
 
 def _silent(processes: Sequence[SpawnProcess], reports: Mapping[int, _RankReport]) -> list[RankFailure]:
-    """Of the ranks that ended by themselves without a report."""
+    """Return the failures of ranks that ended by themselves without a report."""
     silent: list[RankFailure] = []
     for rank, process in enumerate(processes):
         if rank not in reports:
@@ -291,7 +292,7 @@ def _silent(processes: Sequence[SpawnProcess], reports: Mapping[int, _RankReport
 
 
 def _raise(failures: Mapping[RankFailure, bytes], silent: Sequence[RankFailure]) -> None:
-    """Raise what went wrong first (rank_failure, [Note: Which failure is reported]). failures: pickled exceptions."""
+    """Raise the first failure (rank_failure, [Note: Which failure is reported]). failures: pickled exceptions."""
     first = RankFailure.first([*failures, *silent])
     if first is None:
         raise ShardEngineError("a rank closed its connection without a report; what it printed last is above")
@@ -304,7 +305,7 @@ def _raise(failures: Mapping[RankFailure, bytes], silent: Sequence[RankFailure])
 
 
 def _end(processes: Sequence[SpawnProcess]) -> None:
-    """Terminate what still runs, and kill what does not listen."""
+    """Terminate the processes that still run, and kill those that do not end."""
     for process in processes:
         if process.is_alive():
             process.terminate()

@@ -1,12 +1,12 @@
-"""Ranks meet over the process group's store, where collectives do not say who is missing.
+"""Ranks meet over the process group's store, because collectives do not report who is missing.
 
 Owns: the meetings before an engine's process groups are made, in ``engine.reset()`` and in ``engine.close()``. Must not
-know: what the groups are for, engines.
+know: the purpose of the groups, engines.
 
-[Note: The meeting before groups] torch waits in the store until every rank makes a group, without a word, and then
-raises an error about a key. So the ranks count their meetings first. A rank that waits says so to those that still use
-an older engine, as a wait of any collective does (failures: [Note: Failure reports]); that it waits for them and they
-for it is then found as any other deadlock.
+[Note: The meeting before groups] torch waits silently in the store until every rank makes a group, and then raises an
+error about a key. So the ranks count their meetings first. A rank that waits reports this to those that still use an
+older engine, as a wait for any collective does (failures: [Note: Failure reports]). If they in turn wait for this rank,
+that is found as any other deadlock.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ from shardengine.errors import CommunicationError, MismatchError
 _log = logging.getLogger(__name__)
 _UNHEARD_S = 10.0
 _WARN_AFTER_S = 10.0
-"""A rank that waits longer logs for whom: ``timeout_s`` is long, and a rank that was killed, or waits elsewhere for
-this one, reports nothing here."""
+"""A rank that waits longer logs whom it waits for: ``timeout_s`` is long, and a rank that was killed, or waits
+elsewhere for this one, reports nothing here.
+"""
 _CLOSE = "close"
-"""In the place of a group: the wait of ``meet_to_close``."""
+"""Stands for a group: the wait of ``meet_to_close``."""
 
 
 def meet_before_groups(timeout_s: float) -> None:
     """Wait until every rank calls this as often as this one; collective ([Note: The meeting before groups]).
 
-    ``CommunicationError`` names the ranks that have not come within ``timeout_s``, ``MismatchError`` says where ranks
-    wait in an older engine for this one.
+    ``CommunicationError`` names the ranks that have not come within ``timeout_s``. ``MismatchError`` says which ranks
+    wait for this one in an older engine.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     store = dist.PrefixStore("shardengine/meetings", dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
@@ -92,7 +93,10 @@ def _wait_for_all(store: Any, number: int, timeout_s: float, watchdogs: list[Wat
 
 @contextmanager
 def _watching(number: int) -> Iterator[list[Watchdog]]:
-    """Watchdogs of older engines, one each. Their ranks hear of an error inside; these engines may go on."""
+    """Yield one watchdog per older engine.
+
+    Ranks of these engines, which may continue, get a report of an error inside.
+    """
     what = "the meeting of all ranks before new process groups"
     come = {MEETING: number}
     waiting = Waiting(what, MEETING, MEETING, number, issued=come, where="initialize")
@@ -122,8 +126,11 @@ def _reachable() -> Iterator[None]:
 
 
 def meet(failures: Failures, what: str) -> None:
-    """Wait until every rank calls this; ``CommunicationError`` names those that do not within ``timeout_s``, or that
-    have left, as soon as they say so."""
+    """Wait until every rank calls this.
+
+    ``CommunicationError`` names the ranks that do not within ``timeout_s``, or that have left, as soon as they report
+    it.
+    """
     mesh = failures.mesh
     if mesh.ranks == 1:
         return
@@ -162,14 +169,14 @@ def meet(failures: Failures, what: str) -> None:
 
 
 def end(failures: Failures) -> None:
-    """After ``meet``: this rank is not there any more, so that the next one begins anew."""
+    """After ``meet``: remove this rank from the meeting, so the next one starts empty."""
     if failures.mesh.ranks > 1:
         with suppress(Unreachable):
             failures.board.write("here", "")
 
 
 def meet_to_close(failures: Failures) -> str:
-    """After ``Failures.leave``: wait until every rank closes. "" where all do, otherwise who does not, and why."""
+    """After ``Failures.leave``: wait until every rank closes; return "", or which ranks do not close, and why."""
     mesh, mine = failures.mesh, failures.departure
     others = set(range(mesh.ranks)) - {mesh.rank}
     if mine is None or not others:

@@ -1,22 +1,22 @@
 """Process groups, per axis and purpose, built by one function and passed in.
 
-Must not know: buckets, modules, what is sent over the groups, which device a rank should use (devices), how the groups
+Must not know: buckets, modules, the data sent over the groups, which device a rank should use (devices), how the groups
 of a backend are made (group_kind).
 
-Traffic runs over two groups, because a group executes its collectives in the order in which they were issued: gathers
-must not queue behind reductions. Decisions between ranks (norms, flags,
-handshakes) use a third group on CPU. gloo ends the process when ranks give a collective different sizes, which happens
-where one rank evaluates alone while the others train. So with gloo the gathers of forwards without grad have a fourth
-group: then the ranks wait for each other, and that is found and told. When an engine adds gradients node by node first
-(nodes: [Note: Two steps]), each node gets a group, and each place in a node.
+Traffic runs over two groups, because a group executes its collectives in the order of issue: gathers must not queue
+behind reductions. Decisions between ranks (norms, flags, handshakes) use a third group on CPU. gloo ends the process
+when ranks give a collective different sizes, which happens if one rank evaluates alone while the others train. So with
+gloo the gathers of forwards without grad have a fourth group: then the ranks wait for each other, which is detected and
+reported. When an engine adds gradients node by node first (nodes: [Note: Two steps]), each node gets a group, and each
+place in a node.
 
-A hybrid mesh has two axes: ``Axis.INSIDE`` of a shard group of consecutive ranks, and ``Axis.ACROSS`` the groups, among
-the ranks that have the same place in theirs. Each has groups for gathers, reductions and evaluation of its own; what
-all ranks decide or send once runs over the groups of all.
+A hybrid mesh has two axes. ``Axis.INSIDE`` are the consecutive ranks of a shard group. ``Axis.ACROSS`` are the ranks
+that have the same place in their groups. Each axis has groups of its own for gathers, reductions and evaluation. Common
+decisions, and data that is sent once, use the groups of all ranks.
 
-The default process group is torch's, and the only state that all meshes of a process share. Where ``build`` made it, it
-ends with the process and not with an engine: another engine may run over it, and torch cannot join a second time under
-torchrun with gloo (the new group meets the addresses of the old one in the launcher's store, and hangs).
+The default process group is torch's, and the only state that all meshes of a process share. If ``build`` made it, it
+ends with the process and not with an engine. Another engine may run over it, and torch cannot join a second time under
+torchrun with gloo: the new group meets the addresses of the old one in the launcher's store, and hangs.
 """
 
 from __future__ import annotations
@@ -59,32 +59,32 @@ from shardengine.stages import Axis
 
 _log = logging.getLogger(__name__)
 _NAMED = 8
-"""As many ranks an error names."""
+"""An error names at most this many ranks."""
 _WARN_AFTER_S = 10.0
-"""A rank that waits longer for others to join logs it; torch waits without a word."""
+"""A rank that waits longer for others to join logs it; torch waits silently."""
 
 
 class Store(Protocol):
-    """What is used of torch's store."""
+    """The part of torch's store that is used."""
 
     def set(self, key: str, value: str) -> None:
         """Put a text."""
 
     def get(self, key: str) -> bytes:
-        """The text of a key; waits for one that is not there."""
+        """Return the text of a key; waits until it is there."""
 
     def check(self, keys: list[str]) -> bool:
         """Whether all of ``keys`` are there."""
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number that begins at 0; the new one."""
+        """Add to a number that begins at 0; return the new one."""
 
     def delete_key(self, key: str) -> bool:
         """Forget a key."""
 
 
 class AxisGroup(NamedTuple):
-    """The ranks that a collective is between. rank: this one's number among them · name, group: what carries it out."""
+    """The ranks of one collective. rank: this one's number among them · name, group: the process group that runs it."""
 
     rank: int
     ranks: int
@@ -94,17 +94,17 @@ class AxisGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class Mesh:
-    """Who takes part. Groups are None at world size 1, where nothing is sent.
+    """The ranks that take part, and their process groups. Groups are None at world size 1, which sends nothing.
 
     channels: numbers, one for each engine over these groups; every rank takes them in the same order · evaluate: for
     gathers of forwards without grad; None: they use ``gather`` · owned: the groups end with the engine that uses them ·
-    wire: what carries out data operations · platform_of: what makes ``platform`` for the device · nodes: which ranks
-    share one · node_groups: inside, of this rank's node; across, of its place in each node: none before
-    ``make_node_groups`` · replicas: shard groups, of consecutive ranks; 1: the mesh is not hybrid · shard_groups: the
-    process groups of those, by ``replicas``, of all meshes over these groups · global_ranks: the numbers of the ranks
-    in the default process group, where not all of its ranks are in the mesh · beside: the other dimensions of the
-    DeviceMesh that it is a part of, in words; "" for none · kind: what makes and ends the groups ·
-    breaking_off: whether they were, of all meshes over these groups.
+    wire: carries out data operations · platform_of: makes ``platform`` for the device · nodes: which ranks share one ·
+    node_groups: inside: this rank's node; across: its place in each node; empty before ``make_node_groups`` · replicas:
+    the number of shard groups, of consecutive ranks; 1: the mesh is not hybrid · shard_groups: their process groups, by
+    ``replicas``, of all meshes over these groups · global_ranks: the numbers of the ranks in the default process group,
+    if the mesh does not have all of its ranks · beside: the other dimensions of the DeviceMesh that it is a part of, in
+    words; "" for none · kind: makes and ends the groups · breaking_off: whether they were broken off, of all meshes
+    over these groups.
     """
 
     rank: int
@@ -136,7 +136,7 @@ class Mesh:
         return self.platform_of(self.device)
 
     def make_node_groups(self) -> None:
-        """``node_groups``, unless an engine over these groups has made them; collective. Over several nodes only."""
+        """Make ``node_groups``, unless an engine over these groups has; collective. Only if there are several nodes."""
         if not self.node_groups:
             self.node_groups.update(self._make_parts(OF_NODES, self.nodes.number))
 
@@ -148,25 +148,25 @@ class Mesh:
         return self.kind.make_parts(self.timeout_s, self.device, members, alone=bool(self.global_ranks))
 
     def _everywhere(self, ranks: Sequence[int]) -> Sequence[int]:
-        """The numbers that these ranks of the mesh have in the default process group."""
+        """Return the numbers of these ranks of the mesh in the default process group."""
         return [self.global_ranks[rank] for rank in ranks] if self.global_ranks else ranks
 
     def in_groups_of(self, size: int) -> Mesh:
-        """The mesh in shard groups of ``size`` ranks each, of which there is a whole number; collective."""
+        """Return the mesh in shard groups of ``size`` ranks each, which must divide its ranks; collective."""
         replicas = self.ranks // size
         if replicas > 1 and replicas not in self.shard_groups:
             self.shard_groups[replicas] = self._make_parts(self.kind.of_shard_groups, replicas)
         return replace(self, replicas=replicas)
 
     def place_on(self, axis: Axis) -> tuple[int, int]:
-        """This rank's number among the ranks that differ along ``axis`` alone, and how many these are."""
+        """Return this rank's number among the ranks that differ only along ``axis``, and their number."""
         group, place = divmod(self.rank, size := self.ranks // self.replicas)
         return {Axis.ALL: (self.rank, self.ranks), Axis.INSIDE: (place, size), Axis.ACROSS: (group, self.replicas)}[
             axis
         ]
 
     def line(self, axis: Axis, name: GroupName) -> AxisGroup:
-        """The ranks along ``axis``, and their group for gathers, reductions or evaluation."""
+        """Return the ranks along ``axis``, with their group for gathers, reductions or evaluation."""
         if axis is Axis.ALL or self.replicas == 1:
             if name is GroupName.EVALUATE and self.evaluate is None:
                 name = GroupName.GATHER
@@ -177,7 +177,7 @@ class Mesh:
         return AxisGroup(*self.place_on(axis), part, made[part])
 
     def members(self, name: GroupName) -> list[int]:
-        """The ranks of the group ``name`` that this rank is in; [] for all."""
+        """Return the ranks of the group ``name`` that contains this rank; [] for all."""
         if name in _FIELDS:
             return []
         inside, across = nodes.members(self.ranks, self.replicas if self.replicas > 1 else self.nodes.number)
@@ -200,10 +200,11 @@ class Mesh:
         self.kind.end(self._groups())
 
     def break_off(self, reason: str) -> None:
-        """What is in flight on groups of NCCL ends on all ranks, once (breaking_off, [Note: All ranks at once]).
+        """End the collectives in flight on groups of NCCL on all ranks, once.
 
-        Every engine over these groups then raises ``reason`` at its next call. Groups of gloo need nothing of this.
-        ``CommunicationError`` where it cannot be ended.
+        Every engine over these groups then raises ``reason`` at its next call (breaking_off,
+        [Note: All ranks at once]). Groups of gloo need none of this. ``CommunicationError`` if the collectives cannot
+        be ended.
         """
         if self.ranks == 1 or not self.kind.breaks_off:
             return
@@ -213,17 +214,18 @@ class Mesh:
                 self.kind.break_off(self._groups())
 
     def abandon(self) -> None:
-        """Nobody uses the groups any more, nor was there an orderly end: the next ``build`` destroys them."""
+        """Leave the groups, which nobody uses any more and which had no orderly end, to the next ``build`` to destroy."""
         if self.owned:
             groups = {name: weakref.ref(group) for name, group in self._groups().items()}
             _abandoned.append(_Abandoned(self._over({}), groups))
 
     def renew(self) -> Mesh:
-        """The same ranks over new groups of the same default process group, which are owned; collective.
+        """Return the same ranks over new, owned groups of the same default process group; collective.
 
-        Owned old groups are nobody else's, so they end, which breaks off what is in flight on them. Others stay, but
-        what is in flight on those of NCCL is broken off, too: the device could do nothing else before it. The default
-        process group stays the caller's. ``CommunicationError`` where the old groups cannot be ended.
+        No other engine uses the old groups if they are owned, so they end, which breaks off the collectives in flight
+        on them. Others stay. The collectives in flight on groups of NCCL are broken off in either case, because the
+        device could do nothing else before they end. The default process group stays the caller's.
+        ``CommunicationError`` if the old groups cannot be ended.
         """
         platform = self.platform  # its streams order what was begun before
         if self.ranks == 1:
@@ -249,9 +251,9 @@ class Mesh:
         return new.in_groups_of(self.ranks // self.replicas)
 
     def store(self) -> Store | None:
-        """A connection of its own to the process group's store, under a name that belongs to these groups alone.
+        """Return a new connection to the process group's store, under a name that belongs only to these groups.
 
-        None where nothing is sent. Connecting blocks while the process that hosts the store does not answer.
+        None if nothing is sent. Connecting blocks while the process that hosts the store does not answer.
         """
         if self.control is None or not dist.is_initialized():
             return None
@@ -260,7 +262,7 @@ class Mesh:
         return store
 
     def store_host(self) -> int | None:
-        """The rank whose process hosts the process group's store; None where that is no rank, or nobody (a file)."""
+        """Return the rank whose process hosts the process group's store; None if no rank does, or nobody (a file)."""
         if not dist.is_initialized() or rendezvous.hosts_store():
             return None
         shared = dist.distributed_c10d._get_default_store()
@@ -273,7 +275,7 @@ class Mesh:
     def _hold_until_timeout(self) -> None:
         """Hold the groups, which end with something in flight, for ``timeout_s``.
 
-        Who lets go of a gloo group waits for what is in flight on it, and other ranks may never take part in that.
+        Dropping a gloo group waits for the collectives in flight on it, and other ranks may never take part in them.
         """
         if self.control is not None:
             keeper = threading.Timer(self.timeout_s, id, (self,))
@@ -287,7 +289,7 @@ class Mesh:
         return whole | self.node_groups | parts
 
     def _over(self, groups: Mapping[str, dist.ProcessGroup]) -> Mesh:
-        """The same over ``groups`` alone."""
+        """Return the same mesh over ``groups`` alone."""
         fields: dict[str, Any] = {name.value: groups.get(name) for name in _FIELDS}
         parts: Any = {name: group for name, group in groups.items() if name not in _FIELDS}
         return replace(self, **fields, node_groups=parts, shard_groups={})
@@ -303,7 +305,7 @@ _PARTS = {
     (GroupName.EVALUATE, Axis.INSIDE): GroupName.EVALUATE_INSIDE,
     (GroupName.EVALUATE, Axis.ACROSS): GroupName.EVALUATE_ACROSS,
 }
-"""The same in a hybrid mesh, for a part of the ranks."""
+"""The corresponding group in a hybrid mesh, for a part of the ranks."""
 
 
 def await_the_others(mesh: Mesh) -> None:
@@ -318,7 +320,7 @@ def await_the_others(mesh: Mesh) -> None:
 
 
 def await_all(store: Any, rank: int, ranks: int, timeout_s: float) -> None:
-    """Wait until every rank calls this; rank 0, whose process may host the store, until all know."""
+    """Wait until every rank calls this; rank 0, whose process may host the store, waits until all know."""
     for what in ("here", "seen"):
         if store.add(what, 1) == ranks:
             store.set(f"all {what}", "")
@@ -328,16 +330,16 @@ def await_all(store: Any, rank: int, ranks: int, timeout_s: float) -> None:
 
 @dataclass(frozen=True)
 class _Abandoned:
-    """Of an engine that was garbage-collected, in the midst of anything, or never came to be. Torch holds the groups.
+    """Groups of an engine that was garbage-collected, at any point, or never came to be. Torch holds the groups.
 
-    mesh: without them.
+    mesh: without the groups.
     """
 
     mesh: Mesh
     groups: dict[str, weakref.ref[dist.ProcessGroup]]
 
     def living(self) -> Mesh | None:
-        """The mesh, over the groups that nobody has ended meanwhile; None where there is none."""
+        """Return the mesh over the groups that nobody has ended meanwhile; None if none is left."""
         found = {name: group for name, ref in self.groups.items() if (group := ref()) is not None and _lives(group)}
         return self.mesh._over(found) if found else None
 
@@ -348,9 +350,9 @@ _BREAKING_OFF_S = 120.0
 
 
 def _destroy_abandoned() -> None:
-    """The groups that were abandoned end; ranks may have abandoned different ones.
+    """End the abandoned groups; ranks may have abandoned different ones.
 
-    All are broken off at once: the abort of one may wait for the GPU, on which what is in flight on another still runs
+    All are broken off at once: the abort of one may wait for the GPU, which may still run the kernels of another
     (group_kind: [Note: Aborting]).
     """
     left = list(_abandoned)
@@ -375,7 +377,7 @@ def _destroy_abandoned() -> None:
 
 
 def _lives(group: dist.ProcessGroup) -> bool:
-    """Whether nobody has ended it meanwhile."""
+    """Return whether nobody has ended the group meanwhile."""
     try:
         dist.get_backend(group)
     except ValueError:
@@ -390,13 +392,15 @@ def build(
     owned: bool = False,
     meet: Callable[[float], None] = lambda timeout_s: None,
 ) -> Mesh:
-    """The mesh of all ranks of the default process group; initialises that one from the launcher's environment.
+    """Return the mesh of all ranks of the default process group.
 
-    Without a process group and without a launcher (see rendezvous) the mesh has one rank and no groups.
-    A process group that is there is used as it is: with gloo the ranks compute on the CPU.
+    If there is no default process group, it is made from the launcher's environment. If there is no launcher either
+    (see rendezvous), the mesh has one rank and no groups. An existing process group is used unchanged: with gloo the
+    ranks compute on the CPU.
+
     device: this rank's; None: see devices, [Note: Which GPU a rank uses] · meet: called with ``timeout_s`` before the
-    groups are made, for which torch waits without a word.
-    UsageError, the same on every rank, where two ranks would share a GPU, or one has none.
+    groups are made, because torch waits silently for them. UsageError, the same on every rank, if two ranks would share
+    a GPU, or one has none.
     """
     made = not dist.is_initialized()
     if made:
@@ -434,11 +438,11 @@ def of_ranks(
     owned: bool = False,
     meet: Callable[[float], None] = lambda timeout_s: None,
 ) -> Mesh:
-    """The mesh of the ranks of a process group, or of torch's DeviceMesh; collective over these.
+    """Return the mesh of the ranks of a process group, or of torch's DeviceMesh; collective over these ranks.
 
-    Of one dimension they are the data-parallel ranks; of two the first has the replicas and the second the ranks of a
-    shard group, as in FSDP2. Groups of its own are made, so that engines do not share any. ``UsageError`` for what has
-    other dimensions.
+    The ranks of one dimension are the data-parallel ranks. Of two dimensions the first has the replicas and the second
+    the ranks of a shard group, as in FSDP2. The mesh makes its own groups, so engines do not share any. ``UsageError``
+    for other dimensions.
     """
     ranks, size, device = _ranks_of(given)
     if len(ranks) == dist.get_world_size():
@@ -449,7 +453,7 @@ def of_ranks(
 
 
 def _beside(given: DeviceMesh | dist.ProcessGroup) -> str:
-    """``Mesh.beside``: torch remembers of a part of a DeviceMesh what it is a part of."""
+    """Return ``Mesh.beside``: torch keeps, for a part of a DeviceMesh, the mesh that it is a part of."""
     if isinstance(given, dist.ProcessGroup) or not hasattr(given, "_get_root_mesh"):
         return ""
     root = given._get_root_mesh()
@@ -463,7 +467,7 @@ def _beside(given: DeviceMesh | dist.ProcessGroup) -> str:
 
 
 def _ranks_of(given: DeviceMesh | dist.ProcessGroup) -> tuple[list[int], int, torch.device | None]:
-    """The ranks, how many are in a shard group, and the device where it is said."""
+    """Return the ranks, the size of a shard group, and the device if a DeviceMesh of type cpu requests the CPU."""
     if isinstance(given, dist.ProcessGroup):
         ranks = dist.get_process_group_ranks(given)
         return ranks, len(ranks), None
@@ -495,7 +499,7 @@ _OTHERS = {"tp", "pp", "cp", "ep", "sp", "tensor", "pipeline", "context", "exper
 
 
 def _build_part(ranks: Sequence[int], device: torch.device | None, timeout_s: float, *, owned: bool) -> Mesh:
-    """The mesh of ``ranks`` of the default process group, which alone call this."""
+    """Return the mesh of ``ranks`` of the default process group, which alone call this."""
     rank, count = ranks.index(dist.get_rank()), len(ranks)
     shared: Any = dist.distributed_c10d._get_default_store()
     key = "-".join(map(str, ranks))
@@ -515,7 +519,7 @@ _Chosen = tuple[devices.DeviceChoice, list[devices.RankFacts]]
 
 
 def _join(device: torch.device | None, timeout: timedelta) -> _Chosen:
-    """The default process group, from the launcher's environment; what was chosen for it, from which facts."""
+    """Make the default process group from the launcher's environment; return its choice and the facts of all ranks."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     missing = set(range(ranks)) - {rank}
     with _warning(rank, missing, timeout):
@@ -527,7 +531,7 @@ def _join(device: torch.device | None, timeout: timedelta) -> _Chosen:
 
 
 def _store(rank: int, ranks: int, timeout: timedelta, missing: set[int]) -> Any:
-    """The launcher's store, in which nobody has written yet; collective. missing: as ``_fresh`` says."""
+    """Return the launcher's store, without keys of earlier ranks; collective. missing: as in ``_fresh``."""
     try:
         if rendezvous.agent_store() and ranks > 1:
             address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -547,7 +551,7 @@ def _store(rank: int, ranks: int, timeout: timedelta, missing: set[int]) -> Any:
 
 @contextmanager
 def _warning(rank: int, missing: set[int], timeout: timedelta) -> Iterator[None]:
-    """Log once if what is inside takes long. missing: those of whom this rank does not know that they have come."""
+    """Log once if the block takes long. missing: the ranks that, as far as this rank knows, have not come."""
 
     def warn() -> None:
         named = ", ".join(map(str, sorted(missing)[:_NAMED])) + (" and others" if len(missing) > _NAMED else "")
@@ -567,13 +571,13 @@ def _warning(rank: int, missing: set[int], timeout: timedelta) -> Iterator[None]
 
 
 def _choose(everyone: list[devices.RankFacts], rank: int) -> devices.DeviceChoice:
-    """For the default process group that is there; torch says which backend of it serves which type of device."""
+    """Return the choice for an existing default process group; torch reports which backend serves which type of device."""
     backends = dist.get_backend_config()
     return devices.choose(everyone, rank, devices.has_nccl(backends), backends)
 
 
 def _settle(device: torch.device | None) -> _Chosen:
-    """What is chosen where the default process group is there already; collective."""
+    """Return the choice, and the facts of all ranks, if the default process group exists already; collective."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     shared: Any = dist.distributed_c10d._get_default_store() if ranks > 1 else None
     try:
@@ -595,14 +599,14 @@ def _settle(device: torch.device | None) -> _Chosen:
 
 
 def _exchange(key: str, mine: devices.RankFacts, rank: int, ranks: int, shared: Any) -> list[devices.RankFacts]:
-    """The facts of every rank, over the store: there may be no group yet."""
+    """Return the facts of every rank, over the store: there may be no group yet."""
     if ranks == 1:
         return [mine]
     return [devices.RankFacts.from_text(text) for text in _texts(key, mine.to_text(), rank, ranks, shared)]
 
 
 def _texts(key: str, mine: str, rank: int, ranks: int, shared: Any) -> list[str]:
-    """The text of every rank, over the store. Each reads one, whatever ``ranks``."""
+    """Return the text of every rank, over the store. Each rank reads one key, whatever ``ranks``."""
     store = dist.PrefixStore(f"shardengine/devices/{key}", shared)  # type: ignore[attr-defined]
     try:
         store.set(str(rank), mine)
@@ -623,7 +627,7 @@ def _texts(key: str, mine: str, rank: int, ranks: int, shared: Any) -> list[str]
 
 
 def _missing(store: Any, ranks: int) -> str:
-    """Who does not answer in ``_exchange``."""
+    """Return a text about the ranks that do not answer in ``_exchange``."""
     try:
         silent = [each for each in range(ranks) if not store.check([str(each)])]
         if not silent and not store.check(["all"]):
@@ -637,7 +641,7 @@ def _missing(store: Any, ranks: int) -> str:
 
 
 def _store_address() -> str:
-    """The host of the default process group's store, "" where that is not known."""
+    """Return the host of the default process group's store, "" if it is not known."""
     shared = dist.distributed_c10d._get_default_store()
     while isinstance(shared, dist.PrefixStore):  # type: ignore[attr-defined]
         shared = shared.underlying_store
@@ -645,15 +649,15 @@ def _store_address() -> str:
 
 
 def _fresh(shared: Any, rank: int, ranks: int, timeout: timedelta, missing: set[int]) -> Any:
-    """A part of ``shared`` in which no earlier ranks of this launch have written; collective.
+    """Return a part of ``shared`` without keys of earlier ranks of this launch; collective.
 
-    missing: the other ranks; rank 0 takes out those that have come.
+    missing: the other ranks; rank 0 removes those that have come.
 
     [Note: A store that outlives its ranks] torchrun's agent keeps one store for all ranks that it starts, also for
-    those that take the place of ranks that died. gloo would read the addresses of the dead ones in it and hang. No
-    variable of the environment tells the generations apart (a node that joins or leaves does not raise the count of
-    restarts), so the ranks agree: each asks under a name that is used once, rank 0 answers with the name of a new part,
-    until every rank has been seen in there. What dead ranks have asked is answered too, and read by nobody.
+    those that replace ranks that died. gloo would read the addresses of the dead ones in it and hang. No variable of
+    the environment distinguishes the generations (a node that joins or leaves does not raise the count of restarts), so
+    the ranks agree. Each asks under a name that is used once, and rank 0 answers with the name of a new part, until
+    every rank has appeared there. Requests of dead ranks are answered as well, and nobody reads the answers.
     """
     mine = uuid.uuid4().hex
     if rank:
@@ -685,7 +689,7 @@ def _fresh(shared: Any, rank: int, ranks: int, timeout: timedelta, missing: set[
 
 
 _orderly = threading.Event()
-"""Whether the last engine of a process group that ``build`` made has ended in good order."""
+"""Set when the last engine of a process group that ``build`` made has ended in good order."""
 
 
 def _leave() -> None:
@@ -694,7 +698,7 @@ def _leave() -> None:
 
 
 def _use(choice: devices.DeviceChoice, rank: int) -> devices.DeviceChoice:
-    """Make its device the current one, and NCCL ready for its first group; rank 0 says which GPUs are not used."""
+    """Make the chosen device current, and prepare NCCL for its first group; rank 0 logs which GPUs are not used."""
     if choice.unused and rank == 0:
         _log.warning(choice.unused)
     if choice.device.type == "cuda":

@@ -1,19 +1,19 @@
 """Which ranks share a node, and whether gradients can be added there first. Owns: the rules, and [Note: Two steps].
 
-Must not know: process groups, buckets, whether they are added there first (collectives). Like a device it is found from
-the facts of all ranks, by each rank the same.
+Must not know: process groups, buckets, whether gradients are added there first (collectives). As for the device, each
+rank computes the same result from the facts of all ranks.
 
 [Note: Two steps] The declared tree ((0+1)+(2+3))+… (kernels: [Note: One arithmetic]) adds L = 2^k consecutive ranks
-among themselves before any of their sum meets another rank's, if they begin at a multiple of L. So where every node has
-the same 2^k ranks, one after the other, a reduce-scatter may be cut in two: inside of each node, then between the nodes
-for each place in them, with the same bits. A rank sends
+that begin at a multiple of L before their sum meets another rank's. So if every node has the same 2^k consecutive
+ranks, a reduce-scatter may be cut in two with the same bits: inside each node, then between the nodes for each place in
+them. A rank sends
 
     in one step     over the network  g·Ψ·(N−L)/N
     in two steps    inside of a node  g·Ψ·(N−M)/N,   over the network  s·Ψ·(M−1)/N
 
-of Ψ elements, with N ranks on M = N/L nodes, g bytes per gradient and s per sum: 4, or those of ``reduce_dtype``, to
-which every sum is rounded anyway. Over the network that is s/(g·L) of one step's bytes: with L = 8 an eighth in fp32, a
-quarter in bf16 with sums in fp32.
+of Ψ elements, with N ranks on M = N/L nodes, g bytes per gradient and s bytes per sum: 4, or those of ``reduce_dtype``,
+which every sum is rounded to anyway. Over the network that is s/(g·L) of the bytes of one step: with L = 8 an eighth in
+fp32, a quarter in bf16 with sums in fp32.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ from shardengine.comm.devices import RankFacts
 
 @dataclass(frozen=True)
 class Nodes:
-    """number: how many there are; 1: nothing can be done in two steps · problem: why not; "" otherwise · size: ranks of
-    each node, one after the other; 0: they are not alike · unlike: why not."""
+    """The nodes of a mesh.
+
+    number: how many there are; 1: a reduction in two steps is not possible · problem: why not; "" otherwise · size:
+    ranks of each node, which are consecutive; 0: the nodes differ · unlike: how they differ.
+    """
 
     number: int = 1
     problem: str = ""
@@ -37,12 +40,12 @@ class Nodes:
 
 
 def find(ranks: Sequence[RankFacts]) -> Nodes:
-    """From the facts of all ranks."""
+    """Return the nodes from the facts of all ranks."""
     return _of(*_sizes(ranks))
 
 
 def alike(ranks: int, size: int) -> Nodes:
-    """Where each node has ``size`` of the ``ranks``, one after the other."""
+    """Return the nodes if each has ``size`` consecutive ranks of ``ranks``."""
     return _of([size] * (ranks // size))
 
 
@@ -62,9 +65,9 @@ def _of(sizes: Sequence[int], unlike: str = "") -> Nodes:
 
 
 def _sizes(ranks: Sequence[RankFacts]) -> tuple[list[int], str]:
-    """Of the nodes, in the order of their ranks; or why ranks of one node are not consecutive.
+    """Return the sizes of the nodes, in the order of their ranks, and why ranks of one node are not consecutive, or "".
 
-    The launcher's word counts (LOCAL_WORLD_SIZE), where all ranks have it, else the names of the hosts.
+    The launcher's LOCAL_WORLD_SIZE counts if all ranks have it, else the names of the hosts.
     """
     if any(each.local_ranks is None for each in ranks):
         runs = [(host, len([*run])) for host, run in itertools.groupby(each.host for each in ranks)]
@@ -87,7 +90,7 @@ def _sizes(ranks: Sequence[RankFacts]) -> tuple[list[int], str]:
 
 
 def members(ranks: int, nodes: int) -> tuple[list[list[int]], list[list[int]]]:
-    """The ranks of each node, and those that have the same place in theirs. So it is with shard groups."""
+    """Return the ranks of each node, and those that have the same place in theirs; the same for shard groups."""
     size = ranks // nodes
     inside = [[*range(first, first + size)] for first in range(0, ranks, size)]
     return inside, [[*range(place, ranks, size)] for place in range(size)]

@@ -1,14 +1,14 @@
-"""Where the program stands in a collective of its own, outside of the engine, and how many of those it has issued.
+"""The collective of the program that a rank is in, outside of the engine, and how many of those it has issued.
 
-Must not know: what follows from that (positions, watchdog), how it is told.
+Must not know: the conclusions from that (positions, watchdog), how it is reported.
 
-[Note: Outside of the engine] Rank 0 alone evaluates, and the others stand in a barrier of the training loop: rank 0
-waits for them in a gather, and they wait for rank 0. A rank in a collective of the program cannot say so itself. So
-another thread looks in which function of torch.distributed it stands. torch counts the collectives of each group. The
-counts tell which ranks have not issued a collective that another rank waits for.
+[Note: Outside of the engine] If rank 0 alone evaluates while the others are in a barrier of the training loop, rank 0
+waits for them in a gather, and they wait for rank 0. A rank in a collective of the program cannot report this itself.
+So another thread looks which function of torch.distributed it is in. torch counts the collectives of each group. The
+counts show which ranks have not issued a collective that another rank waits for.
 
 A deadlock is concluded only from collectives that end on no rank before all ranks have come. For a broadcast, a send or
-a receive the errors only say where the rank stands.
+a receive the errors only report where the rank is.
 
 Three waits are not seen: for a collective that was begun with ``async_op=True``, of the host for its GPU, and for a
 collective of gloo in a group that counts by another backend.
@@ -46,10 +46,10 @@ _Place = tuple[int, int, int]
 
 
 class Outside:
-    """The collective of the program in which the thread that calls the engine stands. The board's thread puts it into
-    the store (``store_board.Later``).
+    """The collective of the program that the thread which calls the engine is in.
 
-    key: under which it is put · channel, issued: of the engine, as in ``Waiting``.
+    The board's thread writes it to the store (``store_board.Later``). key: its key in the store · channel, issued: of
+    the engine, as in ``Waiting``.
     """
 
     def __init__(self, key: str, mesh: Mesh, channel: int, issued: Mapping[str, int]) -> None:
@@ -65,11 +65,11 @@ class Outside:
         self._logged: set[tuple[int, str]] = set()
 
     def look_at_this_thread(self) -> None:
-        """It is the one that calls the engine."""
+        """From now on this thread is the one that calls the engine."""
         self._thread = threading.get_ident()
 
     def put(self, store: Store) -> None:
-        """Put where the thread has stood since the last call. Called by the board's thread."""
+        """Write the collective that the thread has been in since the last call. Called by the board's thread."""
         waiting = self.look()
         said = "" if waiting is None else waiting.key
         if said != self._put:
@@ -81,7 +81,7 @@ class Outside:
             self._news = news
 
     def look(self) -> Waiting | None:
-        """The collective in which the thread was at the last call already, and still is; else None."""
+        """Return the collective that the thread was in at the last call and still is; else None."""
         frame = sys._current_frames().get(self._thread)
         call = None if frame is None else _call_of(frame)
         if frame is None or call is None:
@@ -106,7 +106,7 @@ class Outside:
         )
 
     def _warn(self, store: Store, waiting: Waiting) -> None:
-        """Log once that a rank for which this one waits has failed or left: nothing else tells why it waits."""
+        """Log once that a rank this one waits for has failed or left: nothing else explains the wait."""
         for rank in sorted(set(waiting.members) - {self._rank}):
             said = _failure_of(store, rank, self._channel)
             if said and (rank, said) not in self._logged:
@@ -118,7 +118,7 @@ class Outside:
 
 
 def counts() -> dict[str, int]:
-    """How many collectives this rank has issued in each group of torch's, the engine's groups included."""
+    """Return how many collectives this rank has issued in each group of torch's, the engine's groups included."""
     with suppress(AttributeError, RuntimeError, ValueError):  # a group that ends, a backend that does not count
         if dist.is_available() and dist.is_initialized():
             return {_PREFIX + group.group_name: _count_of(group) for group in list(distributed_c10d._world.pg_map)}
@@ -126,7 +126,7 @@ def counts() -> dict[str, int]:
 
 
 def stands_outside(waiting: Waiting) -> bool:
-    """Whether it is one of these."""
+    """Return whether ``waiting`` is for a collective of the program."""
     return waiting.group.startswith(_PREFIX)
 
 
@@ -135,8 +135,10 @@ def _count_of(group: Any) -> int:
 
 
 def _call_of(frame: FrameType) -> tuple[str, Any, str] | None:
-    """The function of torch.distributed in which the thread is, its group, and the file and line that called it. None:
-    in none, or the engine called it."""
+    """Return the function of torch.distributed that the thread is in, its group, and the file and line that called it.
+
+    None: it is in no such function, or the engine called it.
+    """
     inside: FrameType | None = None
     at: FrameType | None = frame
     while at is not None and _module(at).startswith("torch.distributed"):
@@ -158,7 +160,7 @@ def _module(frame: FrameType) -> str:
 
 
 def _failure_of(store: Store, rank: int, channel: int) -> str:
-    """The failure that ``rank`` has reported, or what it said when it left; "": neither."""
+    """Return the failure that ``rank`` has reported, or its departure; "": neither."""
     if store.check([key := f"failure/{rank}"]):
         report = json.loads(store.get(key) or b"{}")
         if report and not report["over"]:

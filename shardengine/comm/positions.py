@@ -1,9 +1,9 @@
-"""Where ranks stand, and whether that can end. Must not know: how it is told, which collectives there are.
+"""Where ranks wait, and whether that can end. Must not know: how it is reported, which collectives there are.
 
-[Note: In vain] Collectives of a group are matched by their order alone. So a rank that waits for number n of a group
-waits for every rank that has issued fewer than n of it. That is in vain where such a rank has left, and where such
-ranks wait for each other, each for the next: a deadlock. A rank that computes or loads data says nothing, and nothing
-follows from that: it may be slow. A rank in a collective of the program is seen (outside).
+[Note: In vain] Collectives of a group are matched only by their order. So a rank that waits for number n of a group
+waits for every rank that has issued fewer than n in it. The wait is in vain if such a rank has left, or if such ranks
+wait for each other in a cycle: a deadlock. A rank that computes or loads data reports nothing, and nothing follows from
+that: it may be slow. A rank in a collective of the program is seen (outside).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Waiting:
-    """What a rank waits for. key: equal on the ranks that wait for the same collective.
+    """The wait of one rank. key: equal on the ranks that wait for the same collective.
 
-    group, place: the collective is that number of that group · shape: equal on all ranks for one collective ·
-    channel: of which engine over these groups · issued: collectives by group, and what else the rank has come to ·
-    where: the call · members: the ranks that the collective is between, [] for all
+    group, place: the collective is that number of that group · shape: equal on all ranks for one collective · channel:
+    that of the engine over these groups · issued: collectives by group, and other counted places that the rank has
+    reached · where: the call · members: the ranks that the collective is between, [] for all
     """
 
     text: str
@@ -34,15 +34,15 @@ class Waiting:
     members: list[int] = field(default_factory=list)
 
     def is_between(self, rank: int) -> bool:
-        """Whether ``rank`` takes part in it."""
+        """Return whether ``rank`` takes part in the collective."""
         return not self.members or rank in self.members
 
     def needs(self, rank: int, issued: Mapping[str, int]) -> bool:
-        """Whether ``rank``, which has ``issued`` so many collectives by group, has still to issue this one."""
+        """Return whether ``rank``, which has ``issued`` so many collectives by group, has still to issue this one."""
         return self.is_between(rank) and self.place > issued.get(self.group, 0)
 
     def never_meets(self, rank: int, other: Waiting) -> bool:
-        """Whether what ``rank`` waits for is the same number of the same group, but another collective."""
+        """Return whether ``rank`` waits, in ``other``, for another collective with the same number in the same group."""
         same = self.is_between(rank) and (self.group, self.place) == (other.group, other.place)
         return bool(self.place) and same and self.shape != other.shape
 
@@ -52,14 +52,14 @@ class Presence(enum.StrEnum):
 
     PRESENT = "present"
     CLOSING = "closing"
-    """In ``engine.close()``, where all meet."""
+    """In ``engine.close()``, which all ranks call to meet."""
     LEFT = "left"
     """It takes part in nothing over this mesh any more."""
     ENDED = "ended"
     """Its process ends, so it takes part with no other engine either."""
 
     def may_become(self, later: Presence) -> bool:
-        """Whether ``later`` may follow; nothing follows the last two, and a rank does not come back."""
+        """Return whether ``later`` may follow; nothing follows the last two, and a rank does not come back."""
         return later in _FOLLOWING[self]
 
 
@@ -73,7 +73,7 @@ _FOLLOWING: Mapping[Presence, frozenset[Presence]] = {
 
 @dataclass(frozen=True)
 class Departure:
-    """The last that a rank says. failed: it had an error · issued: its collectives by group."""
+    """The last report of a rank. failed: it had an error · issued: its collectives by group."""
 
     text: str
     presence: Presence
@@ -82,15 +82,15 @@ class Departure:
 
     @classmethod
     def from_json(cls, text: str) -> Departure:
-        """Of ``json.dumps`` of its fields."""
+        """Return it from ``json.dumps`` of its fields."""
         fields = json.loads(text)
         return cls(**{**fields, "presence": Presence(fields["presence"])})
 
 
 def deadlock(rank: int, waits: Mapping[int, Waiting]) -> dict[int, Waiting]:
-    """The shortest deadlock: ranks, from ``rank`` on, each of which waits for the next ([Note: In vain]); {}: none.
+    """Return the shortest deadlock: ranks from ``rank`` on that each wait for the next ([Note: In vain]); {}: none.
 
-    waits: of all ranks that wait. They wait for nothing else meanwhile, so that none of them can go on.
+    waits: of all ranks that wait. Each waits for nothing else meanwhile, so none of them can continue.
     """
     start = waits[rank]
     paths = [[rank]]

@@ -1,11 +1,11 @@
-"""Why a rank ended, and which of several was first. Owns: that record, its words, the choice.
+"""Why a rank ended, and which of several failures was first. Owns: that record, its words, the choice.
 
-Must not know: how ranks are started, how the record comes to whoever started them.
+Must not know: how ranks are started, how the record reaches the process that started them.
 
 [Note: Which failure is reported] When one rank fails, the others fail a moment later because their peer is gone. Every
-rank notes the time at which its own exception reached it, and the earliest one is the cause. A rank that ended without
-a word (killed by the system) comes after it, since it may have ended because its peer failed, and before any exception
-that only says that a peer was lost.
+rank records the time of its own exception, and the earliest one is the cause. A rank that ended without a report
+(killed by the system) ranks after it, since it may have ended because its peer failed, and before any exception that
+only reports a lost peer.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from shardengine.errors import CommunicationError, ConfigError, MismatchError, U
 
 @dataclass(frozen=True)
 class RankFailure:
-    """What a rank said when an exception ended it; without a ``trace`` it said nothing, and ``code`` is known alone.
+    """The failure of one rank; without a ``trace`` it ended without a report, and only ``code`` is known.
 
     code: its exit code (negative: the signal) · cause: the exception's type and the first line of its message ·
-    is_usage: the user has to repair something first, ``message`` says what · is_consequence: it only lost its peer.
+    is_usage: the user has to repair something first, and ``message`` explains it · is_consequence: it only lost its
+    peer.
     """
 
     rank: int
@@ -40,7 +41,7 @@ class RankFailure:
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> RankFailure:
-        """``error`` has reached ``rank`` now."""
+        """Return the failure of ``rank``, which raises ``error`` now."""
         lines = "".join(traceback.format_exception_only(error)).splitlines()
         is_usage = isinstance(error, ConfigError | UsageError)
         return cls(
@@ -55,7 +56,7 @@ class RankFailure:
 
     @staticmethod
     def first(failures: Iterable[RankFailure]) -> RankFailure | None:
-        """The one that is reported ([Note: Which failure is reported]); None of none."""
+        """Return the failure to report ([Note: Which failure is reported]); None if there are none."""
         return min(
             failures, key=lambda failure: (failure.is_consequence, not failure.trace, failure.time_ns), default=None
         )
@@ -69,12 +70,12 @@ class RankFailure:
 
     @property
     def text(self) -> str:
-        """The same with the whole traceback."""
+        """``line``, or the whole traceback if there is one."""
         return f"rank {self.rank} failed:\n{self.trace.rstrip()}" if self.trace else self.line
 
 
 def _only_lost_its_peer(error: BaseException | None) -> bool:
-    """Whether ``error``, or one that it was raised from or after, says that a peer was lost; gloo's have no type."""
+    """Return whether ``error``, or one that it was raised from or after, reports a lost peer; gloo's have no type."""
     while error is not None:
         if isinstance(error, MismatchError | CommunicationError | dist.DistError):
             return True
@@ -85,7 +86,7 @@ def _only_lost_its_peer(error: BaseException | None) -> bool:
 
 
 def describe_exit(code: int) -> str:
-    """How a process ended, in words: ``ended with exit code 1``, ``was killed by SIGKILL (…)``."""
+    """Return how a process ended, in words: ``ended with exit code 1``, ``was killed by SIGKILL (…)``."""
     if code >= 0:
         return f"ended with exit code {code}"
     name = signal.Signals(-code).name

@@ -1,20 +1,21 @@
-"""Which rank this process is and where the ranks meet, as its launcher says. Owns: reading the launchers' variables.
+"""Which rank this process is and where the ranks meet, from its launcher. Owns: reading the launchers' variables.
 
-Must not know: torch, process groups, what a rank does. Every launcher's variables become those that torch reads: RANK,
-WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT. torchrun and accelerate set them; SLURM's srun and
-MPI's mpirun have names of their own.
+Must not know: torch, process groups, the work of a rank. Every launcher's variables become those that torch reads:
+RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT. torchrun and accelerate set them; SLURM's srun
+and MPI's mpirun use other names.
 
 [Note: Is this a rank] An allocation is not a launch. In a shell of salloc, in a batch script and in `srun --pty bash`
-SLURM's variables describe what was asked for (SLURM_NTASKS=8, SLURM_PROCID=0), and nobody started seven others. A rank
-is a task of a *step*: SLURM_STEP_ID is the number of an ordinary step (salloc's own shell and the batch script are
-special ones), the step has at least two tasks, and the process does not sit at srun's terminal. A step of one task is
-an ordinary process, so that `srun -n 1 shardengine train --ranks 4` starts its own ranks. mpirun under SLURM starts
-its daemons as a step, so MPI's variables come first.
+SLURM's variables describe the request (SLURM_NTASKS=8, SLURM_PROCID=0), and nobody started seven others. A rank is a
+task of a *step*: SLURM_STEP_ID is the number of an ordinary step (salloc's own shell and the batch script are special
+ones), the step has at least two tasks, and the process does not sit at srun's terminal. A step of one task is an
+ordinary process, so `srun -n 1 shardengine train --ranks 4` starts its own ranks. mpirun under SLURM starts its daemons
+as a step, so MPI's variables come first.
 
-[Note: The interface of gloo] Decisions between ranks go over gloo, also where data goes over NCCL. gloo resolves the
-host's own name, which on many clusters is 127.0.1.1, and then no other host can connect. So where the user has not set
-GLOO_SOCKET_IFNAME it is the interface over which this host reaches the one where the ranks meet, or, on the host whose
-own name that is, the interface of the default route. Ranks of one machine use the loopback interface.
+[Note: The interface of gloo] Decisions between ranks use gloo even if data uses NCCL. gloo resolves the host's own
+name, which on many clusters is 127.0.1.1, and then no other host can connect. So if the user has not set
+GLOO_SOCKET_IFNAME, it becomes the interface over which this host reaches the meeting place of the ranks. On the host
+that is the meeting place it becomes the interface of the default route. Ranks of one machine use the loopback
+interface.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ from pathlib import Path
 from shardengine.errors import UsageError
 
 _SPECIAL_STEPS = 0xFFFFFFF0
-"""SLURM's numbers from here on mean a batch script, an interactive shell and the like."""
+"""SLURM's step numbers from here on mean a batch script, an interactive shell and the like."""
 _FIRST_PORT, _PORTS = 12000, 20000  # below 32768, where systems take the ports of outgoing connections from
 LAUNCHED = "SHARDENGINE_LAUNCHED_RANK"
 """Set in the processes that ``shardengine.launch`` starts."""
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 _ELSEWHERE = "203.0.113.1"
-"""An address of no host, reserved for examples: what leads there is the default route."""
+"""An address of no host, reserved for examples: the route to it is the default route."""
 _SIOCGIFCONF, _MOST_INTERFACES = 0x8912, 256
 _MPI = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -48,10 +49,10 @@ _MPI = (
 
 
 def join() -> bool:
-    """Whether a launcher started this process as one of its ranks ([Note: Is this a rank]); reads and sets os.environ.
+    """Return whether a launcher started this process as one of its ranks ([Note: Is this a rank]); may set os.environ.
 
-    Then RANK and WORLD_SIZE are set, under srun and mpirun the others that torch reads as well; what is set already
-    stays. UsageError where a launcher's variables contradict each other or do not say where the ranks meet.
+    Then RANK and WORLD_SIZE are set, and under srun and mpirun the others that torch reads. Variables that are set
+    already stay unchanged. UsageError if a launcher's variables contradict each other or do not give the meeting place.
     """
     environment = os.environ
     if "RANK" in environment:
@@ -76,23 +77,26 @@ def join() -> bool:
 
 
 def hosts_store() -> bool:
-    """Whether the launcher hosts the store in which the ranks meet, so that no rank does: torchrun, ``launch``."""
+    """Return whether the launcher (torchrun, ``launch``), and so no rank, hosts the store of the ranks."""
     return agent_store() or LAUNCHED in os.environ
 
 
 def agent_store() -> bool:
-    """Whether torchrun's agent hosts that store: it stays while ranks are started again."""
+    """Return whether torchrun's agent hosts that store, which then survives a restart of the ranks."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def loopback() -> dict[str, str]:
-    """GLOO_SOCKET_IFNAME for ranks of one machine; gloo otherwise resolves the host's name, which often fails."""
+    """Return GLOO_SOCKET_IFNAME for ranks of one machine; gloo otherwise resolves the host's name, which often fails."""
     found = sorted({"lo", "lo0"}.intersection(name for _, name in socket.if_nameindex()))
     return {"GLOO_SOCKET_IFNAME": found[0]} if found else {}
 
 
 def settle_gloo_interface(meeting_place: str) -> None:
-    """Set GLOO_SOCKET_IFNAME if it is not set ([Note: The interface of gloo]). meeting_place: a host; "": unknown."""
+    """Set GLOO_SOCKET_IFNAME if it is not set ([Note: The interface of gloo]).
+
+    meeting_place: a host; "": unknown.
+    """
     if "GLOO_SOCKET_IFNAME" in os.environ or not meeting_place:
         return
     if meeting_place in _LOOPBACK:
@@ -106,7 +110,7 @@ def settle_gloo_interface(meeting_place: str) -> None:
 
 
 def local_address(host: str) -> str:
-    """This machine's address on the way to ``host``; "" where there is no way. Nothing is sent."""
+    """Return this machine's address on the route to ``host``; "" without a route. Nothing is sent."""
     with suppress(OSError):
         for family, kind, protocol, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with suppress(OSError), closing(socket.socket(family, kind, protocol)) as probe:
@@ -116,7 +120,7 @@ def local_address(host: str) -> str:
 
 
 def interfaces() -> dict[str, str]:
-    """Address → interface, of all that are up; IPv6 as Linux lists it."""
+    """Return address → interface for all interfaces that are up; IPv6 from Linux's list."""
     found: dict[str, str] = {}
     size = struct.calcsize("16sHH4s16x") if struct.calcsize("P") == 8 else 32  # of struct ifreq
     room = array.array("B", bytes(_MOST_INTERFACES * size))
@@ -135,7 +139,7 @@ def interfaces() -> dict[str, str]:
 
 
 def mpi_rank(environment: Mapping[str, str]) -> dict[str, str] | None:
-    """torch's variables from those of Open MPI's or MPICH's mpirun; None where it started no ranks."""
+    """Return torch's variables from those of Open MPI's or MPICH's mpirun; None if it started no ranks."""
     for names in _MPI:
         if set(names) <= set(environment) and int(environment[names[1]]) > 1:
             rank, ranks, local_rank, local_ranks = (environment[name] for name in names)
@@ -150,7 +154,7 @@ def mpi_rank(environment: Mapping[str, str]) -> dict[str, str] | None:
 
 
 def slurm_rank(environment: Mapping[str, str]) -> dict[str, str] | None:
-    """torch's variables from those of a SLURM step; None where this is no rank ([Note: Is this a rank])."""
+    """Return torch's variables from those of a SLURM step; None if this process is no rank ([Note: Is this a rank])."""
     step = environment.get("SLURM_STEP_ID", "")
     if not step.isdecimal() or int(step) >= _SPECIAL_STEPS:
         return None
@@ -175,7 +179,7 @@ def slurm_rank(environment: Mapping[str, str]) -> dict[str, str] | None:
 
 
 def first_host(nodes: str) -> str:
-    """The first host of a SLURM node list: ``node[01-03,07],gpu5`` → ``node01``, ``r[2-3]n[0-7]`` → ``r2n0``."""
+    """Return the first host of a SLURM node list: ``node[01-03,07],gpu5`` → ``node01``, ``r[2-3]n[0-7]`` → ``r2n0``."""
     first = re.match(r"((?:[^,\[\]\s]|\[[^,\[\]-]+[^\[\]]*\])+)(?:,|$)", nodes)
     if first is None:
         raise UsageError(
@@ -186,7 +190,7 @@ def first_host(nodes: str) -> str:
 
 
 def tasks_on(node: int, tasks: str) -> str:
-    """Tasks on a node of a SLURM step: node 1 of ``2(x3),1`` has ``2``, node 3 has ``1``."""
+    """Return the number of tasks on a node of a SLURM step: node 1 of ``2(x3),1`` has ``2``, node 3 has ``1``."""
     counts: list[str] = []
     for part in tasks.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
@@ -205,7 +209,7 @@ def tasks_on(node: int, tasks: str) -> str:
 
 
 def _slurm_local_ranks(environment: Mapping[str, str]) -> str | None:
-    """How many ranks run on this node; None where SLURM does not say."""
+    """Return the number of ranks on this node; None if SLURM does not provide it."""
     if "LOCAL_WORLD_SIZE" in environment:
         return environment["LOCAL_WORLD_SIZE"]
     tasks = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE")
@@ -220,7 +224,7 @@ def _variables(rank: str, ranks: str, local_rank: str, local_ranks: str | None) 
 
 
 def _need(environment: Mapping[str, str], *names: str) -> str:
-    """The first of ``names`` that is set."""
+    """Return the value of the first of ``names`` that is set."""
     for name in names:
         if environment.get(name):
             return environment[name]

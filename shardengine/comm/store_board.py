@@ -1,14 +1,14 @@
-"""Texts of ranks in the process group's store. Owns: the thread and the connection over which they are put and read.
+"""Texts of ranks in the process group's store. Owns: the thread and the connection that write and read them.
 
-Must not know: what they say.
+Must not know: the content of the texts.
 
-[Note: The store may be gone] Its host may be killed or stopped, and then an operation may never return. Every
-operation therefore runs in a thread, over a connection of its own, and is waited for ``OPERATION_S`` at most. Where a
-rank hosts the store (srun, mpirun, ``init_method="tcp://…"``), that rank is then named, and the others are not known.
+[Note: The store may be gone] Its host may be killed or stopped, and then an operation may never return. So every
+operation runs in a thread, over a connection of its own, and the caller waits at most ``OPERATION_S`` for it. If a rank
+hosts the store (srun, mpirun, ``init_method="tcp://…"``), the error names that rank; nothing is known of the others.
 
-[Note: How far a rank is] A rank that stands in something of the user's cannot answer, so the thread puts how far it is
-every ``WRITE_LATER_S`` if that has changed. The training loop only assigns an attribute. The thread also finds out
-whether the rank stands in a collective of the program (outside).
+[Note: How far a rank is] A rank that is inside the user's code cannot answer. So the thread writes the rank's progress
+every ``WRITE_LATER_S`` if it has changed. The training loop only assigns an attribute. The thread also finds out
+whether the rank is in a collective of the program (outside).
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _Jobs = SimpleQueue[tuple[Callable[[Store], Any], Future[Any]] | None]
 
 
 class Unreachable(Exception):
-    """The store did not answer; the text says what came instead."""
+    """The store did not answer; the text is the reason."""
 
 
 class Later(Protocol):
-    """What the thread puts into the store now and then."""
+    """Something that the thread writes to the store now and then."""
 
     def put(self, store: Store) -> None:
-        """In the thread."""
+        """Write it; called in the thread."""
 
 
 class LaterText:
-    """A text that is put under ``key`` if it has changed."""
+    """A text that is written under ``key`` if it has changed."""
 
     def __init__(self, key: str) -> None:
         self.key = key
@@ -52,7 +52,7 @@ class LaterText:
         self._put = ""
 
     def put(self, store: Store) -> None:
-        """In the thread."""
+        """Write it if it has changed; called in the thread."""
         text = self.text
         if text != self._put:
             store.set(self.key, text)
@@ -60,8 +60,10 @@ class LaterText:
 
 
 class StoreBoard:
-    """Texts by (kind, rank) in the store ([Note: The store may be gone]). later: the key for ``write_later`` · beside:
-    what the thread also puts every ``WRITE_LATER_S``."""
+    """Texts by (kind, rank) in the store ([Note: The store may be gone]).
+
+    later: the key for ``write_later`` · beside: objects that the thread also writes every ``WRITE_LATER_S``.
+    """
 
     def __init__(self, mesh: Mesh, later: str, beside: Sequence[Later] = ()) -> None:
         self._mesh = mesh
@@ -74,13 +76,13 @@ class StoreBoard:
         self._beside = tuple(beside)
 
     def write_later(self, text: str) -> None:
-        """The thread writes ``text`` within ``WRITE_LATER_S``, under a key of its own ([Note: How far a rank is])."""
+        """Write ``text`` within ``WRITE_LATER_S``, in the thread, under a key of its own ([Note: How far a rank is])."""
         self._later.text = text
         if self._end is None:
             self._begin()
 
     def write(self, kind: str, text: str, *, wait: bool = True) -> None:
-        """Put this rank's text; an empty one takes it back. wait: until it is there."""
+        """Write this rank's text; an empty one withdraws it. wait: until it is written."""
 
         def job(store: Store) -> None:
             store.set(f"{kind}/{self._mesh.rank}", text)
@@ -92,7 +94,7 @@ class StoreBoard:
             self._submit(job)
 
     def read(self, kind: str) -> dict[int, str]:
-        """The other ranks' texts."""
+        """Return the other ranks' texts."""
 
         def job(store: Store) -> dict[int, str]:
             keys = {rank: f"{kind}/{rank}" for rank in range(self._mesh.ranks) if rank != self._mesh.rank}
@@ -102,11 +104,13 @@ class StoreBoard:
         return self._ask(job)
 
     def news(self) -> int:
-        """A number that changes with every text."""
+        """Return a number that changes with every text."""
         return self._ask(lambda store: store.add("news", 0))
 
     def close(self, *, wait_s: float = 0.0) -> None:
-        """End the thread and its connection, as happens when the board itself goes. The next question starts anew.
+        """End the thread and its connection, as happens when the board itself is dropped.
+
+        The next request starts a new thread.
 
         wait_s: for the end of the thread.
         """
@@ -149,7 +153,7 @@ class StoreBoard:
 
 
 def _serve(mesh: Mesh, jobs: _Jobs, later: Sequence[Later]) -> None:
-    """Do ``jobs`` until None comes, and every ``WRITE_LATER_S`` put what is to be written ``later``."""
+    """Run ``jobs`` until None comes, and call ``put`` of each ``later`` every ``WRITE_LATER_S``."""
     store: Store | None = None
     due = time.monotonic() + WRITE_LATER_S
     while True:

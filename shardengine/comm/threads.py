@@ -1,6 +1,6 @@
-"""Threads that may be inside of torch, and may stay there: waited for where the process ends, given up where not.
+"""Threads that may be inside of torch, and may stay there.
 
-Must not know: what they do.
+The end of the process waits for them for some time; elsewhere they are abandoned. Must not know: their work.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import weakref
 from collections.abc import Callable, Sequence
 
 ending_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-"""Those that will end by themselves, and may be inside of torch until then."""
+"""Threads that will end by themselves, and may be inside of torch until then."""
 
 
 def await_threads(wait_s: float) -> None:
-    """The process ends: wait for ``ending_threads``, for ``wait_s`` at most.
+    """At the end of the process: wait for ``ending_threads``, for at most ``wait_s``.
 
-    One that came back from torch during the interpreter's end would abort the process.
+    A thread that came back from torch during the interpreter's end would abort the process.
     """
     deadline = time.monotonic() + wait_s
     for thread in list(ending_threads):
@@ -25,9 +25,9 @@ def await_threads(wait_s: float) -> None:
 
 
 def all_at_once(calls: Sequence[Callable[[], None]], wait_s: float) -> list[str]:
-    """Make ``calls`` at the same time, each in a thread of its own, and wait for ``wait_s`` at most.
+    """Make ``calls`` at the same time, each in a thread of its own, and wait for at most ``wait_s``.
 
-    What went wrong with them: an exception's text, or that a call did not return, which may then still be under way.
+    Return the problems: the text of each exception, and how many calls did not return and may still run.
     """
     problems: list[str] = []
 

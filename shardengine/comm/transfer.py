@@ -1,4 +1,4 @@
-"""Collectives of buckets, compiled once per layout: ranks, groups, sizes and names are values, a start only sends.
+"""Collectives of buckets, compiled once per layout: ranks, groups, sizes and names are fixed, a start only sends.
 
 ``compile_transfer`` makes a ``Transfer`` for one bucket and one pair of placements. ``Collectives`` keeps them until
 the mesh or the layout changes. Must not know: who asks for a transfer, modules, stages by name.
@@ -10,8 +10,8 @@ bucket size, and sums in fp32 whatever the wire dtype. ``direct=False`` uses the
 them in themselves; so does everything if sums are rounded to another ``reduce_dtype``. Over several nodes the
 reduce-scatter may be cut in two (nodes: [Note: Two steps]); groups of nodes, buffers, the formula of traffic and the
 kernels that are tried follow ``Fabric.nodes``. On NCCL both steps are issued at once, with the sum between them on a
-stream of its own, so that the computation waits for the end of the second alone. On gloo the second is issued when the
-first is found done or waited for. Either way every rank issues each kind in the order of its buckets.
+stream of its own, so the computation waits only for the end of the second. On gloo the second is issued when the first
+is found done or waited for. Either way every rank issues each kind in the order of its buckets.
 
 [Note: Gather by broadcasts] On gloo N broadcasts, each rank its own slice in place, are up to three times as fast as
 its all-gather and send the same bytes. Beyond ``MAX_BROADCAST_RANKS`` ranks the latency of N operations wins.
@@ -103,18 +103,18 @@ class Fabric:
     overlap: bool
 
     def is_direct(self, dtype: torch.dtype) -> bool:
-        """Whether gradients that travel in ``dtype`` are summed here and not by the backend."""
+        """Return whether gradients that travel in ``dtype`` are summed here and not by the backend."""
         return self.direct or dtype is not torch.float32
 
     def nodes(self, dtype: torch.dtype) -> int:
-        """The number of nodes, or shard groups, inside of which such gradients are reduced first; 1: one step."""
+        """Return the number of nodes, or shard groups, that first reduce such gradients inside; 1: reduce in one step."""
         if self.mesh.replicas > 1:
             return self.mesh.replicas
         return self.mesh.nodes.number if self.hierarchical and self.is_direct(dtype) else 1
 
     @functools.cached_property
     def may_poll(self) -> bool:
-        """Whether the successor of a collective may be started as soon as this one is found done.
+        """Whether the successor of a collective may be started as soon as the collective is found done.
 
         On NCCL that would interleave two communicators differently on each rank, which can deadlock.
         """
@@ -126,7 +126,7 @@ class Fabric:
         return self.mesh.platform.copy_stream()
 
     def in_two_steps(self, first: Work, second: Callable[[], Work]) -> Work:
-        """``second``, which itself waits for the data of ``first``: now, or when that is found to be there."""
+        """Start ``second``, which itself waits for the data of ``first``: now, or when that data is found to be there."""
         if self.may_poll and self.overlap:
             return first.followed_by(second)
         if not self.overlap:
@@ -153,7 +153,7 @@ class Transfer:
 def compile_transfer(
     fabric: Fabric, what: CollectiveLabel, source: Placement, target: Placement, purpose: Purpose, like: Tensor
 ) -> Transfer:
-    """The transfer of tensors with the dtype and length of ``like``. ``InternalError`` if no single one does it."""
+    """Return the transfer of tensors with the dtype and length of ``like``; ``InternalError`` if no single one does it."""
     needed, along = operation(source, target), axes(source, target)
     if needed in (Operation.NOTHING, Operation.LOCAL_SLICE):
         return Transfer(what)
@@ -165,7 +165,7 @@ def compile_transfer(
 
 
 def _present(mesh: Mesh, along: Sequence[Axis]) -> Sequence[Axis]:
-    """Those along which there are other ranks."""
+    """Return the axes with other ranks."""
     return [axis for axis in along if mesh.place_on(axis)[1] > 1]
 
 
@@ -322,7 +322,7 @@ class Slices:
         return terms
 
     def give(self) -> None:
-        """Give the memory back to the pool, but not that of ``full``."""
+        """Release the memory to the pool, but not that of ``full``."""
         for buffer in self._taken:
             self._pool.release(buffer)
 
@@ -373,7 +373,9 @@ class ReduceScatter(Transfer):
         return fabric.ledger.start(self._collective(line.name, slices.bytes_sent), begin, sum_terms)
 
     def _collective(self, group: GroupName, sent: int) -> Collective:
-        """The record of one that sends so many bytes in ``group``; coded messages may have several sizes."""
+        """Return the record of a collective that sends ``sent`` bytes in ``group``; coded messages may have several
+        sizes.
+        """
         key = group, sent
         if key not in self._collectives:
             name, what = named_along("reduce-scatter", group), self._what
@@ -383,8 +385,10 @@ class ReduceScatter(Transfer):
         return self._collectives[key]
 
     def _start_two_steps(self, full: Tensor, on_complete: OnComplete, options: TransferOptions, groups: int) -> Work:
-        """Reduce inside of each of ``groups`` and then across them, in ``reduce_dtype``; the terms are the sums of the
-        groups ([Note: Direct reduce-scatter])."""
+        """Reduce inside each of ``groups`` and then across them, in ``reduce_dtype``.
+
+        The terms are the sums of the groups ([Note: Direct reduce-scatter]).
+        """
         fabric, mesh, pool = self._fabric, self._fabric.mesh, self._fabric.pool
         of_ranks = mesh.shard_groups[groups] if mesh.replicas > 1 else mesh.node_groups
         size, length = mesh.ranks // groups, full.numel() // mesh.ranks
@@ -440,10 +444,10 @@ def named_along(operation: str, group: GroupName) -> str:
 
 
 def is_known(dtype: torch.dtype) -> bool:
-    """Whether every backend knows ``dtype``; others travel as bytes where they are only copied."""
+    """Return whether every backend knows ``dtype``; tensors of others travel as bytes if they are only copied."""
     return dtype in _KNOWN_DTYPES
 
 
 def sendable(flat: Tensor) -> Tensor:
-    """``flat``, or the same memory as bytes if a backend may not know its dtype; for data that is only copied."""
+    """Return ``flat``, or the same memory as bytes if a backend may not know its dtype; for data that is only copied."""
     return flat if is_known(flat.dtype) else flat.view(torch.uint8)

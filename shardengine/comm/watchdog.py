@@ -1,8 +1,8 @@
-"""The watchdog of one long wait: what this rank says meanwhile, and what it makes of what the others say.
+"""The watchdog of one long wait: the reports of this rank meanwhile, and the conclusions from those of the others.
 
-Owns: when a wait is in vain, the sentences that say so. Must not know: how it is waited, where texts are written.
+Owns: when a wait is in vain, and the error messages. Must not know: how the rank waits, where texts are written.
 
-Whoever waits calls ``look`` between slices of its wait, and ``diagnosis`` where the wait has failed (failures:
+The waiting code calls ``look`` between slices of its wait, and ``diagnosis`` if the wait has failed (failures:
 [Note: Failure reports], [Note: Departures]).
 """
 
@@ -29,9 +29,10 @@ _WARN_AFTER_S = 30.0
 reports nothing."""
 _GRACE_S = 2.0
 MEETING = "meeting"
-"""In the place of a group: the wait of `meeting.meet_before_groups`."""
+"""Stands for a group: the wait of `meeting.meet_before_groups`."""
 _DEADLOCK = "ranks wait for each other"
-"""Begins what a rank says that found a deadlock (``_describe_deadlock``), and stands in what others read of it."""
+"""Begins the report of a rank that found a deadlock (``_describe_deadlock``), and appears in the errors that quote it.
+"""
 NOBODY_MISSING = "every rank waits for it: the connection between them is broken"
 """A diagnosis."""
 _RESET = "Handle the cause, then call engine.reset() on every rank, or start the ranks again"
@@ -47,14 +48,14 @@ _BATCHES = (
     "engine.join():`"
 )
 _TRAINING = frozenset({"", "forward", "backward", "step", "join", "engine.join()"})
-"""Calls that ranks make in their loops over batches; "": outside of any."""
+"""Calls that ranks make in their loops over batches; "": outside of any call."""
 _EVALUATION = frozenset({"forward without grad", "a forward without grad"})
 
 
 class Watchdog:
-    """One long wait of this rank: what it says meanwhile, and what it makes of what the others say.
+    """One long wait of this rank: its reports meanwhile, and the conclusions from those of the others.
 
-    host_waits: False: the host may be elsewhere, where it does not wait, so nothing is said before the diagnosis, and
+    host_waits: False: the host may be elsewhere and not waiting. Then nothing is reported before the diagnosis, and
     ``look`` may be called again after it has raised.
     """
 
@@ -77,18 +78,18 @@ class Watchdog:
 
     @property
     def in_call(self) -> str:
-        """For errors: the call in which this rank waits."""
+        """The call that this rank waits in, for errors."""
         where = self._failures.placed(self._waiting).where
         return f" in {where}" if where else ""
 
     def late(self, diagnosis: str) -> str:
-        """``diagnosis`` of a wait that was too long. Where ranks that can be reached have not come: with what to do."""
+        """Return ``diagnosis`` of a wait that was too long, with a remedy if ranks that can be reached have not come."""
         if not diagnosis.startswith("Missing: ") or "cannot be reached" in diagnosis:
             return diagnosis
         return f"{diagnosis}. {_cure_alone(self._failures.placed(self._waiting), left=False)}"
 
     def look(self) -> None:
-        """Between two slices: raise where what another rank said means that the wait is in vain.
+        """Raise, between two slices, if a report of another rank means that the wait is in vain.
 
         ``CommunicationError``: it raised, gave up or has left. ``MismatchError``: ranks wait for each other, or did
         until one of them found that.
@@ -126,8 +127,10 @@ class Watchdog:
             )
 
     def look_before_groups(self) -> None:
-        """As ``look``, for a wait outside of the engine that has this channel: its reports and departures do not count,
-        but those of ranks whose processes end."""
+        """As ``look``, for a wait outside of the engine of this channel.
+
+        Its reports and departures do not count, except departures of ranks whose processes end.
+        """
         self._post()
         with suppress(Unreachable):
             self._raise_stuck(self._stuck())
@@ -135,7 +138,9 @@ class Watchdog:
             self._raise_left({rank: each for rank, each in departed if each.presence is Presence.ENDED})
 
     def stuck_before_groups(self) -> str:
-        """For a wait in ``engine.close()``: what to say where another rank waits in such a wait; "" where none does."""
+        """For a wait in ``engine.close()``: describe a deadlock with a rank in the meeting before new groups; "" if
+        none.
+        """
         if time.monotonic() - self._started <= POST_AFTER_S:
             return ""
         self._post()
@@ -147,20 +152,20 @@ class Watchdog:
             raise MismatchError(_describe_deadlock(stuck), code="ranks-wait-for-each-other")
 
     def look_for_departures(self) -> None:
-        """The wait has failed: as ``look`` where that is because a rank has left."""
+        """After a failed wait: raise as ``look`` does if a rank has left without issuing the collective."""
         with suppress(Unreachable):
             left = self._left()
             reports = self._failures.standing() if left else {}
             self._raise_left({rank: each for rank, each in left.items() if rank not in reports})
 
     def ripe(self, left: frozenset[int] = frozenset()) -> dict[int, FailureReport]:
-        """The reports that have stood for ``STANDS_S`` while we looked, or whose ranks have ``left``."""
+        """Return the reports that have stood for ``STANDS_S`` during this wait, or whose ranks have ``left``."""
         now = time.monotonic()
         self._seen = {item: self._seen.get(item, now) for item in self._failures.standing().items()}
         return {rank: n for (rank, n), since in self._seen.items() if rank in left or now - since >= STANDS_S}
 
     def _left(self) -> dict[int, Departure]:
-        """Who will not issue what this rank waits for."""
+        """Return the ranks that will not issue the collective that this rank waits for."""
         departed = self._failures.departures().items()
         left = {rank: each for rank, each in departed if self._waiting.needs(rank, each.issued)}
         if self._failures.presence is Presence.PRESENT:
@@ -186,7 +191,7 @@ class Watchdog:
             raise _error_of(said)(f"{said}; {place}, and {self._waiting.text} cannot end. {cure}")
 
     def _stuck(self) -> dict[int, Waiting]:
-        """The deadlock in which this rank has stood for ``STANDS_S``."""
+        """Return the deadlock that this rank has been part of for ``STANDS_S``."""
         rank, now = self._failures.mesh.rank, time.monotonic()
         found = deadlock(rank, {**self._failures.waits(), rank: self._failures.placed(self._waiting)})
         keys = {rank: each.key for rank, each in found.items()}
@@ -195,7 +200,10 @@ class Watchdog:
         return found if now - self._deadlock_since >= STANDS_S else {}
 
     def diagnosis(self) -> str:
-        """The wait has failed: who is missing. The others had, or get, ``_GRACE_S`` to say what they do."""
+        """Return who is missing, after a failed wait.
+
+        The other ranks get ``_GRACE_S`` from this rank's report to answer.
+        """
         failures = self._failures
         deadline = self._post() + _GRACE_S
         missing = self._others()
@@ -219,11 +227,11 @@ class Watchdog:
         return set(ranks) - {self._failures.mesh.rank}
 
     def _not_here(self, ranks: set[int], waits: dict[int, Waiting]) -> set[int]:
-        """Those of ``ranks`` that do not wait for the same as this rank."""
+        """Return those of ``ranks`` that do not wait for the same collective as this rank."""
         return {rank for rank in ranks if rank not in waits or waits[rank].key != self._waiting.key}
 
     def _whom_they_miss(self, missing: set[int], waits: dict[int, Waiting]) -> set[int]:
-        """``missing``, and those for whom these wait themselves, in collectives between other ranks."""
+        """Return ``missing``, and the ranks that these wait for themselves, in collectives between other ranks."""
         found, new = set(missing), set(missing)
         while new:
             asked = [(rank, waits[rank]) for rank in new if rank in waits and waits[rank].members]
@@ -233,12 +241,12 @@ class Watchdog:
         return found
 
     def end(self) -> None:
-        """It was only slow."""
+        """The wait has ended: it was only slow."""
         if self._posted is not None:
             self._failures.post(None)
 
     def _post(self) -> float:
-        """Say, once, what this rank waits for. When it did."""
+        """Report, once, the wait of this rank; return when it did."""
         if self._posted is None:
             self._posted = time.monotonic()
             self._failures.post(self._waiting)
@@ -251,7 +259,7 @@ def _describe_deadlock(stuck: dict[int, Waiting]) -> str:
 
 
 def _cure(stuck: list[Waiting]) -> str:
-    """What to do where ranks stand in these."""
+    """Return the advice for ranks that stand in these waits."""
     outside = any(stands_outside(each) for each in stuck)
     stuck = [each for each in stuck if not stands_outside(each)]
     others = list(dict.fromkeys(_call(each) for each in stuck if not _trains(each) and not _evaluates(each)))
@@ -267,7 +275,7 @@ def _cure(stuck: list[Waiting]) -> str:
 
 
 def _cure_alone(waiting: Waiting, *, left: bool = True) -> str:
-    """What to do where a rank stands in it and another has ``left``, or has not come."""
+    """Return the advice if a rank stands in ``waiting`` and another has ``left``, or has not come."""
     if _evaluates(waiting):
         return EVALUATE
     first = ", before one of them leaves," if left else ""
@@ -275,7 +283,7 @@ def _cure_alone(waiting: Waiting, *, left: bool = True) -> str:
 
 
 def _call(waiting: Waiting) -> str:
-    """The call of the engine in which a rank waits."""
+    """Return the call of the engine that a rank waits in."""
     return waiting.where.split(" of step ")[0].removeprefix("leaving ")
 
 
@@ -289,12 +297,12 @@ def _evaluates(waiting: Waiting) -> bool:
 
 
 def _error_of(said: str) -> type[CommunicationError | MismatchError]:
-    """A deadlock is the same error on every rank, whichever of them found it first."""
+    """Return the class of the error: a deadlock is the same on every rank, whichever of them found it first."""
     return MismatchError if _DEADLOCK in said else CommunicationError
 
 
 def one_sentence(said: dict[int, str]) -> str:
-    """What ranks said, as one sentence; those that said the same together."""
+    """Return one sentence from the texts of ranks; ranks with equal texts are listed together."""
     texts = dict.fromkeys(said[rank] for rank in sorted(said))
     parts = []
     for text in texts:

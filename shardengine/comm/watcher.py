@@ -1,22 +1,22 @@
-"""A thread that looks after the others while this rank's host may wait for its GPU, where it hears nothing.
+"""A thread that observes the other ranks while this rank's host may wait for its GPU and cannot do so itself.
 
-Owns: when what is in flight over groups of NCCL is broken off, and why. Must not know: what is sent, how it is broken
-off (breaking_off, group_kind).
+Owns: when and why the collectives in flight over groups of NCCL are broken off. Must not know: the data sent, how
+collectives are broken off (breaking_off, group_kind).
 
 [Note: The watcher] On NCCL the host waits for no collective, but for the GPU (``loss.item()``, a copy from pageable
-memory), behind a collective whose peer may never come. Nothing but the end of that collective lets it go on. So a
-thread of every engine asks the store once a second whether some rank has said anything. The watchers of all ranks break
-off what is in flight where one collective stays in flight although
+memory), behind a collective whose peer may never come. Only the end of that collective lets it continue. So a thread of
+every engine asks the store once a second whether some rank has written. The watchers of all ranks break off the
+collectives in flight if one stays in flight although
 
 - a rank has failed, or left without issuing it. That rank has as long to come back as in a wait over gloo (watchdog),
-  and ``GRACE_S`` more, in which the main thread may notice by itself
+  and ``GRACE_S`` more, while the main thread may notice by itself
 - this rank has issued nothing for ``timeout_s``
 
-The host goes on, with what the broken collective left, and the next call of the engine raises the reason. A rank that
-is only slow says nothing, and nothing follows from that before ``timeout_s``.
+The host continues with the output of the broken collective, and the next call of the engine raises the reason. A rank
+that is only slow reports nothing, and nothing follows from that before ``timeout_s``.
 
-The GPU is asked whether a collective is over only where a rank has failed or nothing was issued for ``timeout_s``: a
-question from another thread would spoil the capture of a CUDA graph.
+The thread asks the GPU whether a collective is over only if a rank has failed or nothing was issued for ``timeout_s``:
+a query from another thread would spoil the capture of a CUDA graph.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ class Watcher:
         failures.call_before_close(self.end)
 
     def issued(self, record: CollectiveRecord, work: dist.Work) -> None:
-        """A collective is in flight; those of one group end in the order in which they were issued."""
+        """A collective is in flight; those of one group end in the order of issue."""
         self._latest[record.of.group] = (record, work)
         if self._thread is None:
             self._begin()
 
     def end(self) -> None:
-        """It looks no more, and has broken off nothing after this returns that it had not before."""
+        """End the watcher; after this returns it breaks off nothing more."""
         self._over.set()
         with self._acting:
             pass
@@ -104,7 +104,7 @@ class Watcher:
                 _log.error("%s", error)  # every later call raises it
 
     def _look(self, failures: Failures) -> str:
-        """Why what is in flight has to be broken off now; "" where that is not so."""
+        """Return why the collectives in flight have to be broken off now; "" if they need not be."""
         now = time.monotonic()
         seen = tuple(record.sequence for record, _ in list(self._latest.values()))
         if seen != self._seen:
@@ -136,7 +136,7 @@ class Watcher:
         return f"{record.describe(mesh.rank)} did not end within {mesh.timeout_s:g} s. {watchdog.diagnosis()}. {_CURE}"
 
     def _listen(self, failures: Failures) -> str:
-        """What a rank says that breaks off what is in flight; "" where none does."""
+        """Return the request of another rank to break off the collectives in flight; "" if there is none."""
         with suppress(Unreachable):
             news = failures.news()
             if news != self._news:
@@ -148,7 +148,7 @@ class Watcher:
         return ""
 
     def _outstanding(self) -> tuple[CollectiveRecord, dist.Work] | None:
-        """A collective that is in flight: the one that was looked at last as long as it is, then the latest ones."""
+        """Return a collective in flight: the last watched one while it is, then one of the latest ones."""
         candidates = [*([self._watched] if self._watched is not None else []), *list(self._latest.values())]
         return next((each for each in candidates if not _is_over(each[1])), None)
 

@@ -1,6 +1,6 @@
-"""The only file that calls torch.distributed's data operations: each begins one, and waits for nothing.
+"""The only file that calls torch.distributed's data operations: each starts one, and waits for nothing.
 
-Must not know: what is sent, in which order, over which mesh.
+Must not know: the meaning of the data, its order, the mesh.
 """
 
 from __future__ import annotations
@@ -19,29 +19,32 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", Non
 
 
 class Wire:
-    """Data operations over a group. Tensors are flat and contiguous; the caller keeps them until the work is waited
-    for, and changes neither what is sent nor what is received before."""
+    """Data operations over a group.
+
+    Tensors are flat and contiguous. The caller keeps them until it has waited for the work, and changes neither the
+    sent nor the received ones before.
+    """
 
     def broadcast(self, tensor: Tensor, source: int, group: Group) -> dist.Work:
-        """``tensor`` of rank ``source`` of the group to all of it."""
+        """Bring ``tensor`` of rank ``source`` of the group to all of it."""
         return _begun(dist.broadcast(tensor, group_src=source, group=group, async_op=True))
 
     def all_gather(self, out: Tensor, own: Tensor, group: Group) -> dist.Work:
-        """``own`` of every rank, in rank order, to ``out``; ``own`` may be its place in it."""
+        """Write ``own`` of every rank, in rank order, to ``out``; ``own`` may be its place in ``out``."""
         return _begun(_all_gather(out, own, group=group, async_op=True))
 
     def reduce_scatter(self, out: Tensor, full: Tensor, group: Group) -> dist.Work:
-        """The sum over ranks of this rank's slice of ``full``, added as the backend does, to ``out``."""
+        """Write the sum over ranks of this rank's slice of ``full`` to ``out``, added as the backend does."""
         return _begun(_reduce_scatter(out, full, group=group, async_op=True))
 
     def all_to_all(self, out: Tensor, full: Tensor, group: Group) -> dist.Work:
-        """This rank's slice of every rank's ``full``, in rank order, to ``out``."""
+        """Write this rank's slice of every rank's ``full``, in rank order, to ``out``."""
         return _begun(dist.all_to_all_single(out, full, group=group, async_op=True))
 
     def all_to_all_of(
         self, out: Tensor, received: Sequence[int], full: Tensor, sent: Sequence[int], group: Group
     ) -> dist.Work:
-        """As ``all_to_all``, of slices of any lengths: ``sent`` to, and ``received`` from, each rank."""
+        """As ``all_to_all``, with slices of any lengths: ``sent`` to each rank, ``received`` from each."""
         return _begun(dist.all_to_all_single(out, full, list(received), list(sent), group=group, async_op=True))
 
 

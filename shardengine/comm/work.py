@@ -1,14 +1,15 @@
-"""A collective from its start to the end of its wait. Owns: counters of bytes and of collectives, the comparison in
-debug mode, the wait under the watchdog, the errors.
+"""A collective from its start to the end of its wait.
+
+Owns: counters of bytes and of collectives, the comparison in debug mode, the wait under the watchdog, the errors.
 
 Every collective passes through a ``CollectiveLedger``. It counts the bytes, compares the collective across ranks in
 debug mode, and turns a failure into an error that names operation, bucket, parameters and ranks. Must not know: the
-operations of torch, and the reasons for which something is sent.
+operations of torch, the purposes of collectives.
 
-[Note: Waiting in slices] On gloo a wait is cut into slices; one that ends early leaves the operation running. Between
-slices this rank looks at what the others say (failures: [Note: Failure reports]). On NCCL ``wait`` only orders streams
-and the host never blocks there; it learns of a failure in the next exchange, which is always gloo's, or from the
-watcher.
+[Note: Waiting in slices] On gloo a wait is cut into slices; the end of a slice leaves the operation running. Between
+slices this rank reads the reports of the others (failures: [Note: Failure reports]). On NCCL ``wait`` only orders
+streams and the host never blocks there; it learns of a failure in the next exchange, which always uses gloo, or from
+the watcher.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from shardengine.trace import COMMUNICATION, HostMoment, Moment, Trace, now
 
 _SLICE = timedelta(seconds=0.5)
 _SHORT_SLICE = timedelta(milliseconds=5)
-"""After which what is done meanwhile is done again."""
+"""The time between two calls of ``meanwhile``."""
 _BACKENDS = ("gloo", "nccl", "connection")
-"""Words of errors that come from what carries messages."""
+"""Words in errors of the backends that carry messages."""
 
 
 class Work:
@@ -61,17 +62,17 @@ class Work:
         self._at_end: Callable[[], None] | None = None
 
     def ending_with(self, at_end: Callable[[], None]) -> Work:
-        """This work, whose local part ends with ``at_end``, called once."""
+        """Return this work, whose local part ends with ``at_end``, called once."""
         self._at_end = at_end
         return self
 
     def followed_by(self, follow: Callable[[], Work]) -> Work:
-        """This work, which is then about the data of what ``follow`` begins when this one's is there."""
+        """Return this work; when its data is there, it continues as the work that ``follow`` starts."""
         self._follow = follow
         return self
 
     def done(self) -> bool:
-        """Whether the data is there; ``wait`` may still have the local part to do. What follows is begun."""
+        """Return whether the data is there; ``wait`` may still have to run the local part. A successor is started."""
         over = all(work.is_completed() for work in self._works)
         if not over or self._follow is None:
             return over
@@ -79,7 +80,7 @@ class Work:
         return self.done()
 
     def wait_data(self) -> None:
-        """Wait until the data is there; the local part is still to be done."""
+        """Wait until the data is there; the local part does not run yet."""
         while self._works or self._follow is not None:
             self._go_on()
 
@@ -103,7 +104,7 @@ class Work:
 
 
 class _HeldUp(NamedTuple):
-    """Who waited for a collective (None: the host), and from when to when."""
+    """Who waited for a collective (None: the host), from when until when."""
 
     stream: Any
     start: Moment
@@ -113,9 +114,9 @@ class _HeldUp(NamedTuple):
 class CollectiveLedger:
     """Starts every collective over one mesh, and waits for it. ``sent``: bytes by purpose, as the algorithm needs.
 
-    trace, sent: of this rank, over all meshes · overlap: collectives run beside the computation; if not, each is waited
-    for where it starts · before: the ledger of the groups that ``mesh`` replaces · compare: called in debug mode before
-    each collective of data, with the text that is the same on all ranks.
+    trace, sent: of this rank, over all meshes · overlap: collectives run beside the computation; if not, the ledger
+    waits for each one at its start · before: the ledger of the groups that ``mesh`` replaces · compare: called in debug
+    mode before each collective of data, with the text that is the same on all ranks.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class CollectiveLedger:
         self.flight_recorder = FlightRecorder((GroupName.GATHER, GroupName.REDUCE))
 
     def record(self, what: Collective) -> CollectiveRecord:
-        """Number ``what``, which is issued next."""
+        """Return the record of ``what``, which is issued next, with its number."""
         if what.purpose is not Purpose.CONTROL:
             self._sequence += 1
         issued = self.failures.issued
@@ -155,10 +156,10 @@ class CollectiveLedger:
         on_complete: Callable[[], None] | None = None,
         meanwhile: Callable[[], None] | None = None,
     ) -> Work:
-        """Count it, compare it across ranks in debug mode, and start it; without overlap wait for it here.
+        """Count the collective, compare it across ranks in debug mode, and start it; without overlap wait for it here.
 
-        call: begins it and returns torch's works · meanwhile: called again and again while the host waits.
-        ``InternalError`` after ``reset`` has made new groups: whoever holds a transfer of the old ones must drop it.
+        call: starts it and returns torch's works · meanwhile: called again and again while the host waits.
+        ``InternalError`` after ``reset`` has made new groups: the holder of a transfer of the old ones must drop it.
         """
         if self._is_replaced:
             raise InternalError(f"{what.title}: its transfer was compiled for groups that reset() has replaced")
@@ -171,7 +172,7 @@ class CollectiveLedger:
         on_complete: Callable[[], None] | None = None,
         meanwhile: Callable[[], None] | None = None,
     ) -> Work:
-        """As ``start``, of what has its number."""
+        """As ``start``, for a collective that has its number already."""
         of = record.of
         is_data = of.purpose is not Purpose.CONTROL
         if self.mesh.breaking_off.reason:
@@ -207,8 +208,10 @@ class CollectiveLedger:
         meanwhile: Callable[[], None] | None,
         works: Sequence[dist.Work],
     ) -> None:
-        """Until the data of ``works`` may be used. before: when they were waited for already; that time counts if the
-        same stream waited."""
+        """Wait until the data of ``works`` may be used.
+
+        before: an earlier wait for them, if any; its time counts if the same stream waited.
+        """
         if before is None and not ends_on_stream(record, self.mesh):
             since = now()
             for work in works:
@@ -222,14 +225,14 @@ class CollectiveLedger:
     def _held_up(
         self, record: CollectiveRecord, works: Sequence[dist.Work], meanwhile: Callable[[], None] | None = None
     ) -> _HeldUp:
-        """Wait on the current stream, or on the host; for how long."""
+        """Wait on the current stream, or on the host; return the time that this took."""
         start = self._moment(record)
         for work in works:
             wait_for(work, record, self.failures, meanwhile)
         return _HeldUp(self.mesh.platform.here(), start, self._moment(record))
 
     def _moment(self, record: CollectiveRecord) -> Moment:
-        """The present moment of whoever waits for the collective: the current stream, or the host."""
+        """Return the present moment of the waiting side: the current stream, or the host."""
         return self.trace.moment() if ends_on_stream(record, self.mesh) else HostMoment()
 
     def _trace_end(self, works: Sequence[dist.Work], record: CollectiveRecord, start: Moment) -> None:
@@ -250,20 +253,22 @@ class CollectiveLedger:
 
     @functools.cached_property
     def _ends(self) -> CopyStream:
-        """The stream on which the ends of traced collectives are waited for."""
+        """The stream that waits for the ends of traced collectives."""
         return self.mesh.platform.copy_stream()
 
 
 def ends_on_stream(record: CollectiveRecord, mesh: Mesh) -> bool:
-    """Whether streams wait for the collective, and the host does not."""
+    """Return whether streams wait for the collective, and the host does not."""
     return mesh.backend == "nccl" and record.of.begun_here and record.of.group is not GroupName.CONTROL
 
 
 def wait_for(
     work: dist.Work, record: CollectiveRecord, failures: Failures, meanwhile: Callable[[], None] | None = None
 ) -> None:
-    """Until the data of ``work`` may be used; on NCCL the stream waits, and the host goes on. meanwhile: called again
-    and again where the host waits."""
+    """Wait until the data of ``work`` may be used; on NCCL the stream waits, and the host continues.
+
+    meanwhile: called again and again if the host waits.
+    """
     if not ends_on_stream(record, failures.mesh):
         _wait_under_watchdog(work, record, failures, meanwhile)
         return
@@ -276,7 +281,7 @@ def wait_for(
 
 
 def explain(error: BaseException, record: CollectiveRecord, failures: Failures) -> None:
-    """``CommunicationError`` where ``error``, of what others have begun, comes from a connection: who is missing."""
+    """Raise ``CommunicationError`` with the missing ranks if ``error`` of somebody else's collective is a connection's."""
     if failures.mesh.ranks == 1 or not any(word in str(error).lower() for word in _BACKENDS):
         return
     rank = failures.mesh.rank
@@ -299,7 +304,7 @@ def _diagnosis(watchdog: Watchdog, record: CollectiveRecord) -> str:
 
 
 def _ended(work: dist.Work, meanwhile: Callable[[], None] | None) -> bool:
-    """Wait for a slice. Returns False where that is over, or where ``work`` has failed: then it is completed."""
+    """Wait for a slice; return False if the slice is over, or if ``work`` has failed, which completes it."""
     parts = 1 if meanwhile is None else _SLICE // _SHORT_SLICE
     for _ in range(parts):
         if meanwhile is not None:

@@ -15,7 +15,7 @@ optimizer_fit       whether a state dict fits the optimizer
 offload_states      freeing the device between two phases of a program, and moving back
 comm_hooks          a hook that users register between steps
 exchanging          averages of weights in place of the weights, and back
-replicas            shard groups that step on their own (local SGD), and their averages
+replicas            averages of shard groups that step on their own (local SGD)
 recovery            reset(): ranks that stopped at different places, back at one step
 inspection          memory(), traffic(), learning rates
 formulas            the stage's formulas for an engine

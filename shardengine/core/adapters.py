@@ -64,10 +64,10 @@ def compute(core: Core, module: nn.Module) -> None:
 
 
 def show(core: Core, module: nn.Module, state: dict[str, Any]) -> None:
-    """Let the parameters of prompts show their values in ``state`` until the engine's next call, if weights are
-    sharded.
+    """Let the parameters of prompts show their values in ``state`` until the engine's next call.
 
-    Some methods save these parameters directly and ignore the state dict that they are passed.
+    Does nothing unless weights are sharded. Some methods save these parameters directly and ignore the state dict that
+    they are passed.
     """
     if not core.stage.moves_weights or not state:
         return

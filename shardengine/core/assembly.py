@@ -532,7 +532,7 @@ def _expect(
     found: Partition,
     units: list[Unit],
 ) -> tuple[DeferredGather | None, list[tuple[str, nn.Module]]]:
-    """The gather that waits for stepped weights (``overlap_param_gather``), and the modules that are hooked one by one."""
+    """The gather that waits for stepped weights (``overlap_param_gather``), and the modules that get hooks."""
     if not config.overlap_param_gather or not stage.publishes_after_step or collectives.mesh.ranks == 1:
         return None, found.units
     blocks, block_of = partition.find_blocks(

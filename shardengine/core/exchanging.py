@@ -1,5 +1,5 @@
-"""Exchanges the weights for others that the optimizer keeps: averages, or the point at which schedule-free classes
-evaluate.
+"""Exchanges the weights for others that the optimizer keeps: averages, or the weights at which schedule-free classes
+run.
 
 Owns: the order of calls around an exchange. Must not know: the meaning of the other weights.
 """

@@ -32,7 +32,7 @@ from shardengine.sharding import WEIGHT, Bucket, FullTensors, ParameterSpec, joi
 class _FullSource:
     """A bucket with requested parameters.
 
-    held: this rank's tensors of it, placed as optimizer state is · dtype: the dtype in which they are shown.
+    held: this rank's tensors of it, placed as optimizer state is · dtype: they are shown in it.
     """
 
     bucket: Bucket
@@ -106,8 +106,7 @@ def _summon(core: Core, wanted: dict[Unit, set[int]]) -> list[tuple[Unit, Summon
 
 
 def _broadcast(core: Core, wanted: dict[Unit, set[int]]) -> None:
-    """If weights are kept whole: replace every rank's buckets that hold some of the parameters ``wanted`` by rank 0's.
-    """
+    """If weights are kept whole: replace every rank's buckets that hold some of the parameters ``wanted`` by rank 0's."""
     for unit, members in wanted.items():
         for bucket in unit.buckets():
             if any(piece.parameter in members for piece in core.layout.pieces(bucket.layout)):
@@ -141,8 +140,7 @@ def _broadcast_outside(core: Core, names: list[str]) -> None:
 def full_grads(
     core: Core, names: Iterable[str] | None, *, writable: bool, scale: float = 1.0
 ) -> Iterator[dict[str, Tensor | None]]:
-    """Show whole complete gradients inside the ``with``; collective. See ``Engine.full_grads``. scale: the loss scale.
-    """
+    """Show whole complete gradients inside the ``with``; collective. See ``Engine.full_grads``. scale: the loss scale."""
     core.schedule.finish_open_backward()
     reducer, step_state = core.reducer, core.step_state
     step_state.require("a call of every rank", "full_grads")
@@ -191,8 +189,9 @@ def full_grads(
 
 
 def _scaled(shown: dict[str, Tensor], sent: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
-    """Gradients that were shown without the loss scale: multiplied with it, in the wire's dtype. Unchanged ones keep
-    their bits.
+    """Multiply gradients that were shown without the loss scale with it, in the wire's dtype.
+
+    Unchanged gradients keep their bits.
     """
     after, before = shown["gradient"], sent["gradient"]
     return {"gradient": torch.where(after == before.float() / scale, before, (after * scale).to(before.dtype))}
@@ -270,8 +269,9 @@ def full_optimizer_state(
 def _complete_entry(
     entry: dict[str, Any], spec: ParameterSpec, optimizer: ShardedOptimizer, number: int
 ) -> dict[str, Any]:
-    """Add to an entry the values that are kept per parameter rather than per element. Returns the read-only ones of
-    them.
+    """Add to an entry the values that are kept per parameter rather than per element.
+
+    Returns those that can only be read.
     """
     facts = optimizer.arithmetic.facts_of(spec.name)
     if facts is None:  # the optimizer's class has begun nothing
@@ -328,8 +328,9 @@ def _are_equal(one: Any, other: Any) -> bool:
 def _agree_on_names(
     core: Core, call: str, names: Iterable[str] | None, writable: bool, facts: dict[str, list[str]] | None = None
 ) -> list[str]:
-    """The names that ``call`` requests, None: all. Raises ``MismatchError`` if ranks request others or differ in
-    ``facts``.
+    """The names that ``call`` requests; None: all.
+
+    Raises ``MismatchError`` if ranks request different names or differ in ``facts``.
     """
     given = [names] if isinstance(names, str) else names
     chosen = None if given is None else core.partition.expanded(given)
@@ -364,7 +365,7 @@ def _read(core: Core, sources: list[_FullSource], wanted: Mapping[str, Parameter
 def _write(core: Core, sources: list[_FullSource], full: FullTensors) -> None:
     """Make rank 0's ``full`` every rank's, with one broadcast per bucket, and copy it into this rank's slices.
 
-    The weights follow their master weights, rounded to their dtype, in the tier where this rank keeps them.
+    The weights follow their master weights, rounded to their dtype, in any tier.
     """
     for layout in (source.bucket.layout for source in sources):
         parts = [
@@ -386,8 +387,7 @@ def _write(core: Core, sources: list[_FullSource], full: FullTensors) -> None:
 
 @contextmanager
 def _agreed_end(core: Core, what: str, check: Callable[[], None] | None) -> Iterator[None]:
-    """With a ``check``: an exception on one rank, inside the block or from ``check``, raises on all ranks at the end.
-    """
+    """With a ``check``: an exception on one rank, inside the block or from ``check``, raises on all ranks at the end."""
     failure: Exception | None = None
     try:
         yield
@@ -407,8 +407,9 @@ def _agreed_end(core: Core, what: str, check: Callable[[], None] | None) -> Iter
 
 
 def _take_over(what: str, now: Any, tensor: Tensor | None) -> None:
-    """Accept ``now`` instead of ``tensor``, which was handed out: the same tensor, written in place, or one to copy
-    from.
+    """Accept ``now`` instead of ``tensor``, which was handed out.
+
+    now: the same tensor, written in place, or another of its shape, which is copied into it.
     """
     if now is tensor:
         return

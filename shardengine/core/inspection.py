@@ -243,8 +243,8 @@ class Inspection:
         }
 
     def tuning(self) -> list[str]:
-        """Return the bucket sizes that were chosen for keys that are "auto", and the measured fit behind each: a
-        sentence each.
+        """Return a sentence per bucket size that is "auto" in the config: the chosen size and the measured fit behind
+        it.
         """
         return self._core.sizes.sentences()
 
@@ -273,9 +273,7 @@ class Inspection:
         }
 
     def _go_on_from(self, counters: Mapping[str, int] | None) -> None:
-        """After a checkpoint was loaded: begin a new accumulation window with its ``counters``; None: with the current
-        ones.
-        """
+        """Begin an accumulation window with the ``counters`` of a loaded checkpoint; None: with the current ones."""
         self._core.step_state.restart(None if counters is None else counters["micro_steps"])
         self._buffers_sent = False
         if counters is not None:

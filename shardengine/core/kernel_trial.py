@@ -114,9 +114,7 @@ class KernelTrial:
         return wire if rules.gathers else complete.dtype
 
     def _terms(self, wire: torch.dtype) -> list[Tensor]:
-        """The terms of a sum over ranks of gradients in dtype ``wire``: the received gradients, or the sums of the
-        nodes.
-        """
+        """The terms of a sum over ranks of gradients in dtype ``wire``: the ranks' gradients, or the nodes' sums."""
         nodes = self.nodes(wire)
         if nodes > 1:
             summed = self._zeros(self.rules.reduce, nodes * _FEW)

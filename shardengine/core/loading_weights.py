@@ -115,8 +115,9 @@ def _unfit(missing: list[str], unexpected: list[str]) -> str:
 
 
 def _runs(core: Core, module: nn.Module) -> list[tuple[list[str], list[_Module]]]:
-    """The modules in torch's order, split into runs whose parameters lie in the same units, each with its parameters'
-    names.
+    """The modules in torch's order, split into runs whose parameters lie in the same units.
+
+    Each run comes with the names of its parameters.
     """
     unit_of = {id(m.parameter): unit.index for unit in core.units for m in unit.members}
     runs: list[tuple[frozenset[int], list[str], list[_Module]]] = []
@@ -209,8 +210,7 @@ class _StateDictReading:
         self._strict = self._told = False
 
     def read(self, module: nn.Module) -> None:
-        """Let each module read its part, in torch's order and with its hooks. Children get the dict as these left it.
-        """
+        """Let each module read its part, in torch's order and with its hooks. Children get the dict as these left it."""
         for prefix, part in module.named_modules(remove_duplicate=False):
             if prefix:
                 above = self._left[prefix.rpartition(".")[0]]
@@ -266,8 +266,9 @@ class _StateDictReading:
         part._load_from_state_dict(self._left[prefix], before, metadata, True, *found)
 
     def settle(self, module: nn.Module, *, strict: bool) -> None:
-        """Raise ``UsageError`` if the dict does not fit. Hooks that run after a load may remove keys from the lists, as
-        in torch.
+        """Raise ``UsageError`` if the dict does not fit.
+
+        Hooks that run after a load may remove keys from the lists of missing and unexpected keys, as in torch.
         """
         self._strict = strict
         if self._problems:

@@ -61,8 +61,9 @@ def _move_to_host(core: Core, module: nn.Module, wanted: set[str], *, pinned: bo
 
 
 def reload(core: Core) -> None:
-    """Move the weights and states of ``core`` back. After an error the engine still rejects calls, and this can be
-    retried.
+    """Move the weights and states of ``core`` back.
+
+    After an error the engine still rejects other calls, and this can be tried again.
     """
     with torch.inference_mode(False), torch.no_grad():
         for unit in core.units if core.step_state.offloaded else ():

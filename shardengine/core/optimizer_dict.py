@@ -1,12 +1,16 @@
-"""The optimizer's state as torch has it: ``engine.optimizer.state_dict()`` and ``load_state_dict()``.
+"""The optimizer's state in torch's form: ``engine.optimizer.state_dict()`` and ``load_state_dict()``.
 
-Owns: which entries torch's dict has, and bringing whole tensors to rank 0 and back to every rank's slices.
-Must not know: whether a dict fits (``optimizer_fit``), files, the arithmetic of a step.
+Owns: the entries of torch's dict, and moving whole tensors to rank 0 and back to every rank's slices. Must not know:
+whether a dict fits (``optimizer_fit``), files, the arithmetic of a step.
 
-[Note: Beside torch's] What torch's class would not have, and plain torch passes over: "master" of a parameter, its
-fp32 master weight; "loss_scaler" beside "param_groups", where the loss is scaled; "step" of every optimizer, where
-weights are rounded stochastically, which depends on it. A parameter with a master has an entry also before its first
-step, with a step of 0: bf16 weights do not hold those bits.
+[Note: Beside torch's] Some entries are not in the dict of torch's class, and plain torch ignores them:
+
+- "master" of a parameter: its fp32 master weight.
+- "loss_scaler" beside "param_groups", if the loss is scaled.
+- "step" for every optimizer, if weights are rounded stochastically, because the rounding depends on it.
+
+A parameter with a master has an entry even before its first step, with a step of 0, because bf16 weights do not hold
+the bits of their masters.
 
 Memory on the device: one bucket's states; while a dict is loaded, one of its states.
 """
@@ -34,10 +38,10 @@ _log = logging.getLogger(__name__)
 
 
 def state_dict(core: Core, optimizer: ShardedOptimizer, *, begun: bool) -> dict[str, Any]:
-    """Torch's dict on rank 0 (CPU), {} elsewhere; collective.
+    """Return torch's dict on rank 0 (CPU), {} elsewhere; collective.
 
-    begun: on every rank, and with an entry for each parameter that is stepped, zeros where it was not yet: what
-    ``torch.distributed.checkpoint.state_dict`` wants to fill, or to take parts of.
+    begun: return it on every rank, with an entry for each stepped parameter, which is zeros before its first step.
+    ``torch.distributed.checkpoint.state_dict`` fills such a dict or takes parts of it.
     """
     core.schedule.finish_open_backward()
     core.step_state.require("optimizer.state_dict()")
@@ -74,7 +78,7 @@ def state_dict(core: Core, optimizer: ShardedOptimizer, *, begun: bool) -> dict[
 
 
 def _step_dtype() -> torch.dtype:
-    """As torch's optimizers count."""
+    """The dtype of step counts in torch's optimizers."""
     return torch.float64 if torch.get_default_dtype() is torch.float64 else torch.float32
 
 
@@ -126,11 +130,11 @@ def _gather(core: Core, optimizer: ShardedOptimizer, names: set[str]) -> FullTen
 
 
 def load(core: Core, optimizer: ShardedOptimizer, given: Mapping[str, Any]) -> None:
-    """Go on from ``given``, which torch's optimizer, or ``state_dict``, has made; collective.
+    """Continue from ``given``, the dict of torch's optimizer or of ``state_dict``; collective.
 
-    given: the whole dict on rank 0, there or {} elsewhere. Nothing has changed where an error says that it does not
-    fit; from then on only a rank that is lost, or a disk that fails, leaves the engine partly loaded, which it then
-    refuses to train with.
+    given: the whole dict on rank 0; the same or {} on other ranks. If the dict does not fit, an error says so and
+    nothing has changed. After that check only a lost rank or a failing disk can leave the engine partly loaded. It
+    rejects training in that state.
     """
     core.schedule.finish_open_backward()
     core.step_state.require("optimizer.load_state_dict()")
@@ -169,7 +173,7 @@ def load(core: Core, optimizer: ShardedOptimizer, given: Mapping[str, Any]) -> N
 
 
 def _write(core: Core, optimizer: ShardedOptimizer, fit: Fit) -> None:
-    """What this rank holds becomes its part of rank 0's ``fit``: one broadcast per bucket and state."""
+    """Copy this rank's part of rank 0's ``fit`` into its states, with one broadcast per bucket and state."""
     for bucket in (bucket_grad.bucket for bucket_grad in core.reducer.buckets):
         held, numbers = optimizer.held(bucket, writable=True), {p.parameter for p in core.layout.pieces(bucket.layout)}
         for key, own in held.items():
@@ -194,14 +198,14 @@ def _write(core: Core, optimizer: ShardedOptimizer, fit: Fit) -> None:
 
 
 def _places(core: Core, bucket: Bucket, numbers: set[int]) -> Iterator[tuple[int, int]]:
-    """Of the parameters ``numbers`` what this rank steps, in coordinates of the flat buffer."""
+    """The elements of the parameters ``numbers`` that this rank steps, in coordinates of the flat buffer."""
     for piece in core.layout.pieces_within(bucket.layout, bucket.state_interval):
         if piece.parameter in numbers:
             yield piece.start, piece.end
 
 
 def _fill(core: Core, bucket: Bucket, key: str, full: Tensor, fit: Fit) -> None:
-    """Rank 0's values of one state into ``full``; what has none stays zero."""
+    """Copy rank 0's values of one state into ``full``; parameters without a value stay zero."""
     for piece in core.layout.pieces(bucket.layout):
         value = fit.values.get(piece.parameter, {}).get(MASTER_ENTRY if key == WEIGHT else key)
         if value is not None:

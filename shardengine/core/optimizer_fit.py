@@ -1,7 +1,7 @@
-"""Whether an optimizer's state dict, torch's or ours, fits the engine, and what of it goes where.
+"""Checks whether an optimizer's state dict, torch's or ours, fits the engine, and assigns its entries.
 
-Owns: torch's numbering of parameters, names and options on both sides, the sentence where they differ.
-Must not know: how tensors travel. Everything is found before anything is changed.
+Owns: torch's numbering of parameters, names and options on both sides, the error messages about differences. Must not
+know: how tensors travel. All checks run before anything changes.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ SCALER = "loss_scaler"
 """The key of the loss scale beside torch's two."""
 _CALL = "optimizer.load_state_dict"
 _TELLING = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "rho", "alpha", "lambd", "etas")
-"""Options that say of which class a group is."""
+"""Options that identify the class of a group."""
 _KIND_OPTION = "decoupled_weight_decay"
 
 
 @dataclass
 class Fit:
-    """What loading a dict does.
+    """The result of checking a dict: everything that loading it will set.
 
-    steps: per parameter of the layout · groups: per group its options, as ``_packed`` · masters: numbers of the
-    parameters whose master weight is loaded · states: those of which some state is, by name · scaler: the loss scale,
-    None for none · notes: what is left out, for a user · kept: of each
-    parameter, by name, what its class keeps of it as a whole · values: number → name → whole tensor, on rank 0.
+    steps: per parameter of the layout · groups: per group its options, as ``_packed`` returns them · masters: numbers
+    of the parameters whose master weight is loaded · states: number → names of the loaded states · scaler: the loss
+    scale, None for none · notes: parts that are left out, for a user · kept: by parameter name, the facts that its
+    class keeps of the parameter as a whole · values: number → name → whole tensor, on rank 0.
     """
 
     steps: list[int]
@@ -53,13 +53,13 @@ class Fit:
 
     @property
     def facts(self) -> list[Any]:
-        """All but the values, as JSON."""
+        """Everything but the values, as JSON."""
         states = [[number, names] for number, names in sorted(self.states.items())]
         return [self.steps, self.groups, sorted(self.masters), states, self.scaler, self.notes, self.kept]
 
     @classmethod
     def of(cls, facts: list[Any], values: dict[int, dict[str, Tensor]]) -> Fit:
-        """The opposite."""
+        """The inverse of ``facts``."""
         steps, groups, masters, states, scaler, notes, kept = facts
         return cls(steps, groups, set(masters), dict(states), scaler, notes, kept, values)
 
@@ -70,9 +70,9 @@ def numbered(groups: list[dict[str, Any]]) -> dict[int, int]:
 
 
 def fit(core: Core, optimizer: ShardedOptimizer, given: Any) -> Fit | None:
-    """How the engine takes over ``given``; None where it is empty, which only other ranks than 0 may have; local.
+    """Return how the engine loads ``given``; None if it is empty, which is allowed on all ranks except 0; local.
 
-    ``UsageError`` where it does not fit.
+    Raises ``UsageError`` if it does not fit.
     """
     if not isinstance(given, Mapping) or (given and not {"state", "param_groups"} <= given.keys()):
         came = f"a dict with {sorted(map(str, given))}"[:200] if isinstance(given, Mapping) else type(given).__name__
@@ -90,7 +90,7 @@ def fit(core: Core, optimizer: ShardedOptimizer, given: Any) -> Fit | None:
 
 
 def take_options(optimizer: ShardedOptimizer, found: Fit) -> None:
-    """Steps, options and the loss scale; the groups stay the same dicts: schedulers hold them."""
+    """Set steps, options and the loss scale. The groups stay the same dicts, because schedulers hold them."""
     for group, options in zip(optimizer.param_groups, found.groups, strict=True):
         group.update({key: _unpacked(value) for key, value in options.items()})
     optimizer.steps[:] = found.steps
@@ -109,8 +109,11 @@ def _refuse(core: Core, text: str) -> NoReturn:
 
 
 def _matched(core: Core, optimizer: ShardedOptimizer, given: Mapping[str, Any]) -> dict[Any, int]:
-    """What the dict calls a parameter → that parameter's place among ours: by position, as in torch, or by name where
-    it has the model's names, as ``get_optimizer_state_dict`` has."""
+    """The dict's key of a parameter → that parameter's number in the engine's optimizer.
+
+    Parameters are matched by position, as in torch. If the dict's keys are the model's names, as in
+    ``get_optimizer_state_dict``, they are matched by name.
+    """
     groups, saved, names = optimizer.param_groups, list(given["param_groups"]), core.partition.names
     if len(groups) != len(saved):
         _refuse(core, f"expected {len(groups)} parameter group(s), as the engine's optimizer has, got {len(saved)}")
@@ -178,7 +181,7 @@ def _find_states(
 def _find_facts(
     core: Core, optimizer: ShardedOptimizer, name: str, entry: Mapping[str, Any], found: Fit, *, stepped: bool
 ) -> None:
-    """What the class keeps of the parameter as a whole, as JSON."""
+    """Take the facts that the class keeps of the parameter as a whole, as JSON."""
     if not optimizer.arithmetic.keeps_facts or not stepped:
         return
     facts = {key: entry[key] for key in optimizer.arithmetic.fact_names if key in entry}
@@ -190,7 +193,7 @@ def _find_facts(
 
 
 def found_groups(optimizer: ShardedOptimizer, found: Fit, index: int) -> list[dict[str, Any]]:
-    """Group ``index`` as it will be."""
+    """Group ``index`` with the loaded options, in a list."""
     options = {key: _unpacked(value) for key, value in found.groups[index].items()}
     return [{**optimizer.param_groups[index], **options}]
 
@@ -203,7 +206,7 @@ def _is_stepped_in_fp32(core: Core, dtype: str) -> bool:
 def _tensors(
     core: Core, optimizer: ShardedOptimizer, spec: ParameterSpec, entry: Any, expected: tuple[str, ...]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The states of one parameter, by name, checked. A momentum that is missing, or None, has not begun."""
+    """Check and yield the states of one parameter, by name. A momentum that is missing or None has not begun."""
     name, shape = spec.name, spec.shape
     if not isinstance(entry, Mapping):
         _refuse(core, f"the states of {name!r}: expected a dict, got {type(entry).__name__}")
@@ -241,7 +244,7 @@ def _counts(optimizer: ShardedOptimizer, spec: ParameterSpec) -> bool:
 def _step(
     core: Core, optimizer: ShardedOptimizer, spec: ParameterSpec, entry: Mapping[str, Any], *, stepped: bool
 ) -> int:
-    """How many steps the parameter has taken; where torch does not count them, whether it has taken one."""
+    """The steps that the parameter has taken; if torch does not count them, 1 if it has taken any, else 0."""
     name = spec.name
     if entry.get(STEP) is None:
         if _counts(optimizer, spec):
@@ -267,7 +270,10 @@ def _scaler(core: Core, optimizer: ShardedOptimizer, given: Any) -> dict[str, An
 
 
 def _options(core: Core, optimizer: ShardedOptimizer, saved: list[Any]) -> list[dict[str, Any]]:
-    """Per group the saved options, packed; ``UsageError`` where they are another class's, or not available."""
+    """The saved options per group, packed.
+
+    Raises ``UsageError`` if they are options of another class, or not available.
+    """
     packed = []
     for index, (group, theirs) in enumerate(zip(optimizer.param_groups, saved, strict=True)):
         options = {key: value for key, value in theirs.items() if key != "params" and not stays(value)}
@@ -309,7 +315,7 @@ def _options(core: Core, optimizer: ShardedOptimizer, saved: list[Any]) -> list[
 
 
 def _packed(core: Core, index: int, key: str, value: Any) -> Any:
-    """An option as JSON that says its type."""
+    """An option as JSON that records its type."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, tuple | list):

@@ -1,4 +1,7 @@
-"""What to say of a step that was skipped, because gradients are not finite. Must not know: when one is skipped."""
+"""The messages about a step that was skipped because gradients are not finite.
+
+Must not know: when a step is skipped.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 def describe(core: Core, verdict: Verdict) -> str:
-    """The first parameters whose complete gradient is not finite, the same text on every rank."""
+    """Name the first parameters whose complete gradient is not finite; the same text on every rank."""
     squares = verdict.squares
     finite = [] if squares is None else torch.isfinite(squares).tolist()
     found = [index for index, is_finite in enumerate(finite) if not is_finite]
@@ -26,9 +29,9 @@ def describe(core: Core, verdict: Verdict) -> str:
 
 
 def report(core: Core, scaler: LossScaler, verdict: Verdict, *, taken: bool = False) -> NoReturn:
-    """Raise the error that a step with such gradients is, on every rank.
+    """Raise the error about a step with such gradients, on every rank.
 
-    taken: buckets may have taken the step already.
+    taken: some buckets may have taken the step already.
     """
     came = f"rank {core.mesh.rank}: expected finite ones, got {describe(core, verdict)}"
     left = "The step was skipped, the weights are those of the last one"
@@ -54,7 +57,7 @@ def report(core: Core, scaler: LossScaler, verdict: Verdict, *, taken: bool = Fa
 
 
 def tell(core: Core, verdict: Verdict, step: int, limit: int) -> None:
-    """Say, on rank 0, that ``step`` was skipped. limit: so many in a row are an error."""
+    """Warn on rank 0 that ``step`` was skipped. limit: this many in a row are an error."""
     found = describe(core, verdict)
     if core.mesh.rank == 0:
         end = f"{limit} in a row are an error (max_nonfinite_steps)" if limit else "they are no error"

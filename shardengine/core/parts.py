@@ -1,7 +1,7 @@
-"""The parts of one engine, wired, and what they do together. The formulas are ``core/formulas.py``'s.
+"""The parts of one engine, connected, and their joint operations. The formulas are in ``core/formulas.py``.
 
-Owns: weights that were written, published, awaited. Must not know: how the parts are made (``core/assembly.py``) and
-taken down (``core/closing.py``), steps, the user's loop.
+Owns: adopting written weights, publishing stepped weights, waiting for them. Must not know: how the parts are made
+(``core/assembly.py``) and taken down (``core/closing.py``), steps, the user's loop.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from shardengine.sharding import Bucket, Layout, Partition, Precision, mark_weig
 
 @dataclass(frozen=True)
 class Core:
-    """Everything below the engine's surface, wired. is_recut: no other layout follows from the order of gradients."""
+    """Everything below the engine's public methods, connected.
+
+    is_recut: the layout does not change any more with the order of gradients.
+    """
 
     stage: stages.Stage
     collectives: Collectives
@@ -48,16 +51,16 @@ class Core:
 
     @property
     def mesh(self) -> Mesh:
-        """The ranks and today's groups; ``reset()`` replaces them."""
+        """The ranks and the current process groups; ``reset()`` replaces it."""
         return self.collectives.mesh
 
     @property
     def window(self) -> Window:
-        """The micro-batches of today's step."""
+        """The micro-batches of the current step."""
         return self.step_state.window
 
     def verify_parameters(self) -> None:
-        """``UsageError`` for the first parameter that was moved, cast or replaced behind the engine's back."""
+        """Raise ``UsageError`` for the first parameter that user code moved, cast or replaced."""
         for name, holder, key, value in self.partition.places:
             if holder.get(key) is not value:
                 kind = "module" if isinstance(value, nn.Module) else "parameter"
@@ -85,7 +88,7 @@ class Core:
         self.written.refuse_moved()
 
     def unfrozen(self) -> dict[str, nn.Parameter]:
-        """The parameters that were frozen when the layout was made and are not now, by name."""
+        """The parameters that were frozen when the layout was made and are trainable now, by name."""
         pairs = zip(self.partition.specs, self.partition.inside, strict=True)
         found = {spec.name: p for spec, p in pairs if not spec.trainable and p.requires_grad}
         found |= {name: p for name, p in self.partition.around.items() if p.requires_grad}
@@ -94,13 +97,19 @@ class Core:
         return found
 
     def note_stepped(self) -> None:
-        """The weights are new: a graph from before the step refuses backward, as after any torch optimizer's step."""
+        """Record that the weights are new.
+
+        A graph from before the step rejects backward from now on, as after a step of any torch optimizer.
+        """
         torch.autograd.graph.increment_version(self.partition.inside)
         self.written.note_seen()
 
     def adopt_written_weights(self, *, masters: bool = True) -> None:
-        """What the user's code has written into weights counts; master weights, which are used next (masters), follow
-        where it was low-precision ones (``module.load_state_dict``)."""
+        """Take over the values that user code has written into weights.
+
+        masters: master weights are used next. They follow if low-precision weights were written
+        (``module.load_state_dict``).
+        """
         self.written.adopt(masters=masters)
 
     def weight_bytes(self) -> Counter[str]:
@@ -108,7 +117,10 @@ class Core:
         return weight_bytes(self.units) + Counter(device=sum(p.nbytes for p in self.partition.outside))
 
     def kept(self) -> Iterator[tuple[str, str, Tensor]]:
-        """The tensors in memory that hold model state: ("weights" or "states", tier, tensor); not what is in files."""
+        """The tensors in memory that hold model state, as ("weights" or "states", tier, tensor).
+
+        State in files is not included.
+        """
         for unit in self.units:
             for flat_buffer in unit.flat_buffers:
                 yield "weights", "device", flat_buffer.flat
@@ -120,7 +132,7 @@ class Core:
             yield "weights", "device", tensor.detach()
 
     def mark_weights(self) -> None:
-        """Write down where weights and buffers lie that are in no flat buffer; flat buffers do so themselves."""
+        """Mark the storages of weights and buffers outside of flat buffers; flat buffers mark their own."""
         for tensor in (*self.partition.outside, *self.buffers.named(persistent_only=False).values()):
             mark_weights(tensor)
 
@@ -129,9 +141,9 @@ class Core:
         return Counter(self.collectives.sent)
 
     def publish(self, stepped: Iterable[Bucket]) -> None:
-        """Each bucket, as soon as it is stepped, is gathered where weights rest replicated and masters do not.
+        """Gather each bucket as soon as it is stepped, if weights are kept replicated and masters are not.
 
-        Returns when all are complete, or with ``overlap_param_gather`` at once (``deferred_gather``).
+        Returns when all are complete. With ``overlap_param_gather`` it returns at once (``deferred_gather``).
         """
         in_flight: list[Work] = []
         for bucket in stepped:
@@ -144,15 +156,15 @@ class Core:
             self.deferred_gather.hide()
 
     def await_weights(self) -> None:
-        """Nothing is in flight afterwards that a step or a read of whole buckets could meet."""
+        """Wait until no gather is in flight that could conflict with a step or a read of whole buckets."""
         if self.deferred_gather is not None:
             self.deferred_gather.await_all()
 
     @contextmanager
     def adopting_masters(self) -> Iterator[None]:
-        """What optimizers step was written (a checkpoint was loaded): the weights follow everywhere; collective.
+        """After a checkpoint has written the tensors that optimizers step: update the weights from them; collective.
 
-        They are on their way while the body runs, which must not touch them.
+        The gathers are in flight while the body runs, which must not use the weights.
         """
         in_flight: list[Work] = []
         with torch.no_grad():
@@ -167,7 +179,7 @@ class Core:
         self.note_stepped()
 
     def _publish(self, bucket: Bucket) -> Work:
-        """From where weights are stepped to where they rest."""
+        """Move stepped weights from the placement of the optimizer state to that of weights."""
         stage = self.stage
         return self.collectives.move(
             bucket.full, stage.state, stage.weights_after_backward, bucket.layout, Purpose.WEIGHTS

@@ -1,26 +1,27 @@
-"""A new layout between two steps: parameters were unfrozen, or joined the optimizer, or come in another order.
+"""Makes a new layout between two steps: parameters were unfrozen, joined the optimizer, or come in another order.
 
-Every bit moves along.
+All values keep their bits.
 
-Owns: when that is allowed, the agreement of the ranks on it, and moving weights, master weights and optimizer states
-into the new buckets. Must not know: forward, backward, the step.
+Owns: the conditions for that, the agreement of the ranks, and moving weights, master weights and optimizer states into
+the new buckets. Must not know: forward, backward, the step.
 
-[Note: Moving by intervals] Unit by unit, old bucket by old bucket, tensor by tensor: what is sharded is gathered into
-one buffer, and each flat slice of it is copied to where the new layout has the same elements on this rank. Parameters
-belong to the same unit before and after, so a unit's old memory is free before the next unit begins: in memory there is
-never more beside the model state than one unit's weights and the buckets at work. Where weights rest replicated, the
-one unit is all of the model.
-What rests in a file has both layouts there until the end: the new one's room is taken before anything is moved, so that
-a disk without room is no loss, and what the old one leaves is used by the next.
-A parameter that no optimizer stepped before has no past there: its master weights are its weights, its states are zero.
+[Note: Moving by intervals] State moves unit by unit, old bucket by old bucket, tensor by tensor. A sharded tensor is
+gathered into one buffer, and each flat slice of it is copied to the place of the same elements in the new layout on
+this rank. A parameter stays in its unit, so a unit's old memory is freed before the next unit begins. So the memory
+beside the model state never exceeds one unit's weights and the buckets at work. If weights are kept replicated, the one
+unit is the whole model.
 
-[Note: Buckets cut anew] A layout expects gradients in the reverse order of registration. After a layout's first step it
-is known in which order they came on rank 0, and a layout in that order takes its place, once, at the end of ``step()``:
-where it sends half a bucket more behind computation (``sharding/readiness.py``), and nowhere else. There gradients and
-activations are gone, so what rests twice for a moment takes the place of these; a device that has no room for the
-weights once more keeps its layout, and so do states in a file, which would be written twice and leave the file twice as
-large. Where weights are gathered unit by unit, a parameter could change its place in its unit alone, whose buckets are
-sent behind the backward of the next one in any order: there nothing was gained, and nothing moves (docs/decisions.md).
+A file holds both layouts until the end. The room for the new one is reserved before anything moves, so that a full disk
+loses nothing, and the room of the old one is reused afterwards. A parameter that no optimizer stepped before has no
+state: its master weights are its weights, and its states are zero.
+
+[Note: Buckets cut anew] A layout expects gradients in the reverse order of registration. After its first step their
+order of arrival on rank 0 is known. A layout in that order replaces it once, at the end of ``step()``, if that sends at
+least half a bucket more behind computation (``sharding/readiness.py``). At that point gradients and activations are
+freed, so both layouts fit into their memory. The layout stays if the device has no room for the weights once more, or
+if states are in a file, which would be written twice and stay twice as large. It also stays if weights are gathered
+unit by unit: parameters can move only within their unit, whose buckets are sent behind the backward of the next unit in
+any order, so nothing is gained (docs/decisions.md).
 """
 
 from __future__ import annotations
@@ -62,9 +63,9 @@ from shardengine.stages import Placement
 
 
 def follow(core: Core, model: nn.Module, config: Config, optimizer: ShardedOptimizer | None) -> Core:
-    """Before a forward: ``core``, or the one of a new layout where parameters of the optimizer were unfrozen.
+    """Before a forward: return ``core``, or the core of a new layout if parameters of the optimizer were unfrozen.
 
-    Collective where the window is empty, autograd records and the optimizer has parameters that are frozen.
+    Collective if the accumulation window is empty, autograd records, and the optimizer has frozen parameters.
     """
     if not torch.is_grad_enabled():
         return core
@@ -91,7 +92,7 @@ def follow(core: Core, model: nn.Module, config: Config, optimizer: ShardedOptim
 
 @dataclass(frozen=True)
 class _Planned:
-    """A new layout on which all ranks agree, and for which there is room. homes: as in ``FlatBuffer``."""
+    """A new layout that all ranks agree on, with room reserved for it. homes: as in ``FlatBuffer``."""
 
     partition: Partition
     layout: Layout
@@ -100,7 +101,7 @@ class _Planned:
 
 @dataclass(frozen=True)
 class _Past:
-    """Of the old layout. inside: the parameters in its flat buffers, by id · stepped: names of those with states."""
+    """The old layout. inside: ids of the parameters in its flat buffers · stepped: names of those with states."""
 
     inside: set[int]
     stepped: set[str]
@@ -114,7 +115,10 @@ def add_group(
     group: dict[str, Any],
     scheduler: Any,
 ) -> Core:
-    """Append ``group`` to the optimizer's, on all ranks or, with an error, on none; then as ``rebuild``. Collective."""
+    """Append ``group`` to the optimizer's groups on all ranks, then rebuild; collective.
+
+    After an error it is appended on no rank.
+    """
     core.schedule.finish_open_backward()
     core.step_state.require("a call of every rank", "add_param_group()")
     optimizer.settle()
@@ -170,7 +174,7 @@ def _append(core: Core, model: nn.Module, optimizer: ShardedOptimizer, group: di
 
 
 def _refuse_known(core: Core, groups: list[dict[str, Any]], given: list[Any]) -> None:
-    """``UsageError`` for a parameter that is given twice, or is in a group already."""
+    """Raise ``UsageError`` for a parameter that is given twice, or is already in a group."""
     number_of = {id(parameter): number for number, old in enumerate(groups) for parameter in old["params"]}
     names = core.partition.first_names()
     tensors = [item[1] if isinstance(item, tuple) else item for item in given]
@@ -187,20 +191,21 @@ def _refuse_known(core: Core, groups: list[dict[str, Any]], given: list[Any]) ->
 def _group_of(optimizer: ShardedOptimizer | None) -> dict[int, int]:
     """id(parameter) → optimizer group, of the parameters that have elements."""
     groups = [] if optimizer is None else optimizer.param_groups
-    with torch._C.DisableTorchFunctionSubclass():  # poison is asked as fast as any other tensor
+    with torch._C.DisableTorchFunctionSubclass():  # hidden parameters answer as fast as other tensors
         return {id(p): number for number, group in enumerate(groups) for p in group["params"] if p.numel()}
 
 
 def rebuild(core: Core, model: nn.Module, config: Config, optimizer: ShardedOptimizer) -> Core:
-    """The same model in a new layout, for the parameters that are trainable now; ``core`` is spent. Collective.
+    """Return the core of a new layout for the parameters that are trainable now; ``core`` is not usable any more;
+    collective.
 
-    What fails on one rank alone, or differs between ranks, leaves ``core`` as it is.
+    If planning fails on one rank, or ranks differ, ``core`` stays as it is.
     """
     return _carry_out(core, model, config, _plan(core, model, config, optimizer), optimizer)
 
 
 def _plan(core: Core, model: nn.Module, config: Config, optimizer: ShardedOptimizer) -> _Planned:
-    """What may fail on one rank alone, or differ between ranks; collective. Nothing has changed."""
+    """Do the part of a rebuild that may fail on one rank, or differ between ranks. Changes nothing; collective."""
     optimizer.settle()
     found = run_on_all_ranks(
         core.collectives,
@@ -212,9 +217,9 @@ def _plan(core: Core, model: nn.Module, config: Config, optimizer: ShardedOptimi
 
 
 def _take_room(core: Core, config: Config, optimizer: ShardedOptimizer, found: Partition, plan: Layout) -> _Planned:
-    """For ``plan``; collective. What fails on one rank fails on all, and nothing has changed."""
+    """Reserve the room for ``plan``. A failure on one rank fails on all, and changes nothing; collective."""
     footprint = formulas.footprint_of(core, config, optimizer.needs, found, plan)
-    # a ratio "auto" is for the same memory
+    # with a ratio "auto" the memory stays the same
     homes = core.tiers.homes([bucket.length for bucket in plan.buckets], footprint.on_device)
     planned = _Planned(found, plan, homes)
 
@@ -232,16 +237,16 @@ def _take_room(core: Core, config: Config, optimizer: ShardedOptimizer, found: P
 
 
 def recut(core: Core, model: nn.Module, config: Config, optimizer: ShardedOptimizer) -> Core:
-    """After a step: ``core``, or the one whose layout follows the order in which gradients came; collective.
+    """After a step: return ``core``, or the core whose layout follows the order of arriving gradients; collective.
 
-    See [Note: Buckets cut anew]. Every rank decides the same, by rank 0's order.
+    See the last note of this file. Every rank decides the same, by rank 0's order.
     """
     order, zero = core.reducer.arrival, config.zero_optimization
     state, in_files = core.step_state, zero.offload_optimizer.device == "nvme"
     if core.is_recut or core.mesh.ranks == 1 or not order or not zero.recut_buckets:
         return core
     if in_files or not gains_by_order(core) or isinstance(core.reducer.hook, comm_hooks.WholeGradients):
-        return core  # a function of the user's may know buckets by their numbers
+        return core  # a user's function may know buckets by their numbers
     if state.summoned or state.edited or state.averaged:
         return core  # after the next step
     core = replace(core, is_recut=True)
@@ -258,13 +263,15 @@ def recut(core: Core, model: nn.Module, config: Config, optimizer: ShardedOptimi
 
 
 def gains_by_order(core: Core) -> bool:
-    """Whether the place of a parameter says when it is sent."""
+    """Whether the place of a parameter in the layout affects when its gradient is sent."""
     return not core.stage.moves_weights
 
 
 def _has_room(core: Core) -> bool:
-    """Whether every rank's device could hold the weights of the largest unit twice more, and errors of a communication
-    hook once more; collective on a device."""
+    """Whether every rank's device can hold the weights of the largest unit twice more, and the hook's errors once more.
+
+    Collective on a device with memory of its own.
+    """
     platform = core.mesh.platform
     if not platform.has_own_memory:
         return True
@@ -275,7 +282,7 @@ def _has_room(core: Core) -> bool:
 
 
 def _forms(core: Core, planned: _Planned, optimizer: ShardedOptimizer) -> Iterator[tuple[Tier, Forms]]:
-    """What ``_move`` adds to stores of other tiers than the device."""
+    """The tensors that ``_move`` adds to stores in tiers other than the device."""
     homes, specs, needs = planned.homes, planned.layout.parameters, optimizer.needs
     for flat_buffer in planned.layout.flat_buffers:
         dtype = getattr(torch, flat_buffer.dtype)
@@ -293,7 +300,7 @@ def _forms(core: Core, planned: _Planned, optimizer: ShardedOptimizer) -> Iterat
 
 
 def _carry_out(core: Core, model: nn.Module, config: Config, planned: _Planned, optimizer: ShardedOptimizer) -> Core:
-    """The core of the new layout, when all has been moved there; collective. What fails here is not taken back."""
+    """Move everything into the planned layout and return its core; collective. A failure here is not undone."""
     found, plan = planned.partition, planned.layout
     core.await_weights()
     core.schedule.reshard_all()
@@ -320,7 +327,7 @@ def _carry_out(core: Core, model: nn.Module, config: Config, planned: _Planned, 
 
 
 def _move(core: Core, old: Unit, planned: _Planned, optimizer: ShardedOptimizer, past: _Past) -> Unit:
-    """``old`` in the new layout ([Note: Moving by intervals]), which is emptied."""
+    """``old`` in the new layout ([Note: Moving by intervals]). ``old`` is empty afterwards."""
     found, plan, homes = planned.partition, planned.layout, planned.homes
     flat_buffers, members = [], []
     for flat_buffer_layout in plan.flat_buffers_of.get(old.index, ()):
@@ -359,7 +366,10 @@ def _move(core: Core, old: Unit, planned: _Planned, optimizer: ShardedOptimizer,
 def _move_states(
     core: Core, old: Unit, buckets: list[Bucket], planned: _Planned, optimizer: ShardedOptimizer, past: _Past
 ) -> None:
-    """What the old unit keeps beside its weights into ``buckets``: of these only those have memory that are at work."""
+    """Move the old unit's states and master weights into ``buckets``.
+
+    Only the buckets at work have memory for them at a time.
+    """
     plan, begun = planned.layout, set[Bucket]()
     holding: dict[str, list[Bucket]] = {}
     for bucket in buckets:
@@ -390,7 +400,7 @@ def _move_states(
 def _carry(
     core: Core, bucket: Bucket, tensors: dict[str, Tensor], placement: Placement, target: Targets, past: _Past
 ) -> None:
-    """Give ``target`` all elements of an old bucket's ``tensors``: what ranks hold a slice of is gathered first."""
+    """Give ``target`` all elements of an old bucket's ``tensors``. Sharded tensors are gathered first."""
     for key, held in tensors.items():
         with gathered(core, bucket, {key: held}, placement, Purpose.REBUILD, held.dtype) as slices:
             for part in slices:

@@ -1,23 +1,24 @@
-"""After a failure: the report to the other ranks, and the way back to one step on all of them (``engine.reset()``).
+"""After a failure: reports it to the other ranks, and brings all ranks back to one step (``engine.reset()``).
 
-Must not know: how ranks tell each other (comm/failures), which collectives were under way.
+Must not know: how ranks exchange reports (comm/failures), which collectives were in flight.
 
-[Note: Back to one step] A failure finds the ranks at different places, but never further apart than one update, because
-the norm's exchange lies between two updates. So there are two ways back:
+[Note: Back to one step] A failure finds the ranks at different places. They are never further than one update from each
+other, because the exchange of the norm lies between two updates. So there are two ways back:
 
-- no rank has begun the update of a step that another rank has not completed: the window is dropped everywhere
-- otherwise some weights have taken the step already. The ranks that have not completed it hold complete gradients and
-  know the norm; they finish the update with the bucket at which they stopped. Then all ranks publish all buckets
+- If no rank has begun the update of a step that another rank has not completed, the accumulation window is dropped on
+  all ranks.
+- Otherwise some weights have taken the step already. The ranks that have not completed it hold complete gradients and
+  know the norm. They finish the update, from the bucket at which they stopped. Then all ranks publish all buckets.
 
-A rank that was interrupted inside of a bucket's kernels can do neither, nor one that does not know the norm: then the
-update is lost on every rank, and a checkpoint must be loaded before anything goes on. What is in flight on the old
-groups is abandoned together with the memory that it writes into; the schedule's predictions and the order of launches
-are forgotten, since they may differ between ranks.
+A rank that was interrupted inside a bucket's kernels, or that does not know the norm, can do neither. Then the update
+is lost on every rank, and a checkpoint must be loaded before training continues. Collectives in flight on the old
+groups are abandoned, together with the memory that they write into. The schedule's predictions and the order of
+launches are dropped, because they may differ between ranks.
 
-[Note: A hook out of step] What a communication hook of the user's has begun itself lies on groups that are not the
-engine's, where it may meet what ranks begin later. So training cannot go on where it failed on a rank, where something
-of it does not end, or where ranks have called it different numbers of times (ddp/comm_hooks: [Note: What a hook has
-begun]). The engine itself is brought back all the same, so that it can be saved.
+[Note: A hook out of step] A user's communication hook may start collectives on groups that are not the engine's. There
+they may meet collectives that other ranks start later. So training cannot continue if the hook failed on a rank, if one
+of its collectives does not end, or if ranks have called it a different number of times (ddp/comm_hooks: [Note: What a
+hook has begun]). The engine itself is brought back, so that it can be saved.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from shardengine.sharding import explain_let_go
 
 _log = logging.getLogger(__name__)
 _HOOK_ENDS_S = 3.0
-"""What a hook has begun on every rank ends within that."""
+"""The collectives of a hook end within that time if every rank has started them."""
 _E = TypeVar("_E", bound=Inspection)
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -54,7 +55,7 @@ _T = TypeVar("_T")
 def reports_failure(
     call: str,
 ) -> Callable[[Callable[Concatenate[_E, _P], _T]], Callable[Concatenate[_E, _P], _T]]:
-    """A method of the engine that reports to the other ranks when it raises on this one."""
+    """Decorate a method of the engine: when it raises on this rank, it reports that to the other ranks."""
 
     def decorate(method: Callable[Concatenate[_E, _P], _T]) -> Callable[Concatenate[_E, _P], _T]:
         @functools.wraps(method)
@@ -76,10 +77,10 @@ def reports_failure(
 
 
 def _raised_in(error: BaseException, core: Core, model: nn.Module) -> str:
-    """The unit that was needed last, and the innermost module in whose forward (or recomputation) ``error`` was raised;
-    or that it was in a communication hook of the user's.
+    """The place where ``error`` was raised, for messages: a communication hook of the user, or unit and module.
 
-    Autograd does not say whose backward it runs: there, and in the step, only the unit is known.
+    The unit is the one that was needed last. The module is the innermost one whose forward (or recomputation) raised.
+    Autograd does not reveal whose backward it runs, so in backward and in the step only the unit is known.
     """
     names = {id(module): name for name, module in model.named_modules() if name}
     callers = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -90,15 +91,19 @@ def _raised_in(error: BaseException, core: Core, model: nn.Module) -> str:
 
 
 def on_all_ranks(engine: Inspection, what: str, action: Callable[[], _T]) -> _T:
-    """Run ``action``, which has no collectives, on every rank: where it raises on one, all raise and say that error.
-    Collective."""
+    """Run ``action`` on every rank; if it raises on one, all ranks raise that error. Collective.
+
+    action: has no collectives.
+    """
     return run_on_all_ranks(engine._core.collectives, what, action)
 
 
 @contextmanager
 def telling_all(engine: Inspection, what: str) -> Iterator[None]:
-    """Every rank enters this and leaves it together: where it raises on one, the others are told, wherever inside of it
-    they are, and raise as well. Collective."""
+    """A ``with`` that every rank enters and leaves together; collective.
+
+    If its body raises on one rank, the other ranks get a report, at any place inside their bodies, and raise as well.
+    """
     with _reporting(engine, what):
         yield
         engine._core.collectives.barrier()
@@ -110,7 +115,7 @@ def reports_failure_with(
     [Callable[Concatenate[_E, _P], AbstractContextManager[_T]]],
     Callable[Concatenate[_E, _P], AbstractContextManager[_T]],
 ]:
-    """As ``reports_failure``, for a method that returns a context manager: what entering or leaving it raises."""
+    """As ``reports_failure``, for a method that returns a context manager: covers entering and leaving it."""
 
     def decorate(
         method: Callable[Concatenate[_E, _P], AbstractContextManager[_T]],
@@ -125,9 +130,10 @@ def reports_failure_with(
 
 
 class ForWith(AbstractContextManager[_T], ContextDecorator):
-    """What ``engine.<call>(...)`` returns for a ``with``: says so where nobody enters it, which does nothing.
+    """The context manager that ``engine.<call>(...)`` returns.
 
-    make: the context, anew for each call of what it decorates.
+    It warns if nobody enters it, because then it does nothing. make: returns a new context, for each call of a function
+    that this object decorates.
     """
 
     def __init__(self, call: str, make: Callable[[], AbstractContextManager[_T]]) -> None:
@@ -139,7 +145,7 @@ class ForWith(AbstractContextManager[_T], ContextDecorator):
 
     def __enter__(self) -> _T:
         self._entered = True
-        context, self._next = self._next or self._make(), None  # entered again: anew
+        context, self._next = self._next or self._make(), None  # entered again: a new one
         value = context.__enter__()
         self._open.append(context)
         return value
@@ -162,7 +168,7 @@ def _reporting_with(engine: Inspection, call: str, context: AbstractContextManag
         value = context.__enter__()
     try:
         yield value
-    except BaseException as error:  # the user's own, or of a call that has reported it
+    except BaseException as error:  # the user's own error, or one that a call has reported
         if not context.__exit__(type(error), error, error.__traceback__):
             raise
     else:
@@ -172,9 +178,12 @@ def _reporting_with(engine: Inspection, call: str, context: AbstractContextManag
 
 @contextmanager
 def _reporting(engine: Inspection, call: str) -> Iterator[None]:
-    """``Failures.reports_failure`` in a call of the engine. One rank may evaluate alone, so that is counted apart."""
+    """``Failures.reports_failure`` for a call of the engine.
+
+    A forward without grad is a kind of its own, because one rank may evaluate alone.
+    """
     if not engine.is_open:
-        yield  # closed: the call says so, and nobody waits for it
+        yield  # closed: the call raises, and nobody waits for it
         return
     core = engine._core
     core.mesh.breaking_off.check(f"{call} on rank {core.mesh.rank}")
@@ -193,43 +202,47 @@ def _reporting(engine: Inspection, call: str) -> Iterator[None]:
 
 
 def tell_other_ranks(collectives: Collectives) -> None:
-    """Tell the other ranks, from now on, in which collective of the program this one stands, and when nobody has an
-    engine any more that was not closed. Its groups are abandoned then.
+    """Begin to report this rank's position to the other ranks.
 
-    The module's hooks use its collectives without the engine, so these are what has to be gone.
+    They learn the collective that this rank has reached in the program, and when its engine is gone without having been
+    closed. The engine is gone when its collectives are garbage-collected, because the module's hooks use them without
+    the engine. Its process groups are abandoned then.
     """
     collectives.failures.begin()
-    weakref.finalize(collectives, _let_go, collectives.failures).atexit = False  # the end of a process says so itself
+    weakref.finalize(collectives, _let_go, collectives.failures).atexit = False  # the end of a process reports itself
 
 
 def _let_go(failures: Failures) -> None:
     if failures.is_open and failures.presence is Presence.PRESENT:
-        failures.leave("has let go of its engine", wait=False)  # in the midst of anything
+        failures.leave("has let go of its engine", wait=False)  # this may run at any place
         failures.mesh.abandon()
 
 
 @dataclass(frozen=True)
 class Return:
-    """What ``reset`` found. finished: this rank has now finished an update that it had not · problem: why it cannot ·
-    hook: why the communication hook cannot be called any more."""
+    """The result of ``reset``.
+
+    finished: this rank has now finished an update that it had not finished before · problem: the reason why it cannot ·
+    hook: the reason why the communication hook cannot be called any more. "" means none.
+    """
 
     finished: bool
     problem: str = ""
     hook: str = ""
 
     def check(self) -> None:
-        """``UsageError`` where a step was lost."""
+        """Raise ``UsageError`` if a step was lost."""
         if self.problem:
             raise UsageError(self.problem, code="reset-step-not-finished")
 
     def check_hook(self) -> None:
-        """``UsageError`` where training cannot go on with the hook."""
+        """Raise ``UsageError`` if training cannot continue with the hook."""
         if self.hook:
             raise UsageError(self.hook, code="reset-hook-out-of-step")
 
 
 def reset(core: Core, optimizer: ShardedOptimizer | None, steps: int) -> Return:
-    """New groups; then all ranks are at the same step ([Note: Back to one step]); collective.
+    """Make new process groups, then bring all ranks to the same step ([Note: Back to one step]); collective.
 
     steps: completed on this rank.
     """
@@ -281,7 +294,10 @@ def reset(core: Core, optimizer: ShardedOptimizer | None, steps: int) -> Return:
 
 
 def _hook_out_of_step(calls: list[int | None], core: Core) -> str:
-    """[Note: A hook out of step]. calls: of each rank; the sentence is the same on all."""
+    """The sentence about a hook that cannot be called any more, the same on all ranks; "" if it can.
+
+    calls: of each rank, None for a rank on which the hook failed or did not end. See [Note: A hook out of step].
+    """
     failed = [rank for rank, count in enumerate(calls) if count is None]
     if not failed and len(set(calls)) == 1:
         return ""
@@ -297,7 +313,10 @@ def _hook_out_of_step(calls: list[int | None], core: Core) -> str:
 
 
 def compare_options(core: Core, optimizer: ShardedOptimizer | None) -> None:
-    """``MismatchError`` where ranks have other optimizer options, which a failure may have left behind; collective."""
+    """Raise ``MismatchError`` if ranks have different optimizer options; collective.
+
+    A failure may leave such a difference behind.
+    """
     groups = [] if optimizer is None else optimizer.param_groups
     options = [describe({key: value for key, value in group.items() if key != "params"}) for group in groups]
     options += [] if optimizer is None else [describe(optimizer.scaling)]
@@ -325,7 +344,10 @@ def _renew_groups(core: Core) -> None:
 
 
 def _finish(core: Core, optimizer: ShardedOptimizer, step: int, behind: list[int]) -> None:
-    """Ranks ``behind`` finish their update; an error of one is one on all, and nothing is forgotten; collective."""
+    """Let the ranks ``behind`` finish their update; collective.
+
+    An error on one rank raises on all ranks, and no state is dropped.
+    """
 
     def finish() -> None:
         if core.mesh.rank in behind:

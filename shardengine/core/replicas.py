@@ -1,15 +1,15 @@
-"""Shard groups that step apart become the same again: the mean of what they step, and of their optimizers' states.
+"""Makes shard groups that step on their own the same again: averages the weights and the states of their optimizers.
 
-Owns: when that is done, and how. Must not know: which steps are such (ddp/replicas, [Note: Stepping apart]), how
-gradients come to be complete.
+Owns: when that is done, and how. Must not know: which steps end so (ddp/replicas), how gradients become complete.
 
-[Note: Averages] Of each bucket, as soon as it is stepped: every rank has its group's slice of the weights that are
-stepped (fp32, or fp32 masters) and of the states. Their sums over groups are made as those of gradients are, a part by
-each group, in the declared order (kernels: [Note: One arithmetic]), divided, and gathered back across; weights in
-lower precision are rounded from the masters. Then weights are published, once for the step and its average.
+[Note: Averages] A bucket is averaged as soon as it is stepped. Every rank has its group's slice of the stepped weights
+(fp32, or fp32 masters) and of the states. Their sums over groups are computed as those of gradients are: each group
+computes a part, in the declared order (kernels: [Note: One arithmetic]). The sums are divided, and gathered back across
+the groups. Weights in lower precision are rounded from the masters. Then weights are published once, for the step and
+its average.
 
-Once such a step has begun to write, an error on a rank loses it there: some buckets may be averaged and others not, so
-that a checkpoint must be loaded (recovery: [Note: Back to one step]).
+If a rank fails after such a step has begun to write, the step is lost. Some buckets may be averaged and others not, so
+a checkpoint must be loaded (recovery: [Note: Back to one step]).
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ from shardengine.stages import Placement
 
 
 def check(config: Config, needs: Needs, plan: Layout, kind: str | None) -> None:
-    """``UsageError`` where groups step apart and what the optimizer keeps cannot be averaged. needs, kind: of it."""
+    """Raise ``UsageError`` if groups step on their own and the optimizer's weights or states cannot be averaged.
+
+    needs, kind: of the optimizer.
+    """
     if config.comm_hook.name not in STEPPING_APART or plan.replicas == 1 or kind is None:
         return
     which, found = precision.of(config), ""
@@ -52,7 +55,7 @@ def check(config: Config, needs: Needs, plan: Layout, kind: str | None) -> None:
 
 
 def step_buckets(core: Core, optimizer: ShardedOptimizer) -> None:
-    """The update, and the average of shard groups where the step ends with one; weights are published."""
+    """Do the update, publish the weights, and average the shard groups if the step ends with an average."""
     state = core.step_state
     stepped = optimizer.step_buckets()
     try:
@@ -65,7 +68,7 @@ def step_buckets(core: Core, optimizer: ShardedOptimizer) -> None:
 
 
 def average(core: Core, optimizer: ShardedOptimizer) -> None:
-    """See ``Engine.average_replicas``; groups differ."""
+    """See ``Engine.average_replicas``. Call it only if the groups differ."""
     state, call = core.step_state, "engine.average_replicas()"
     core.schedule.finish_open_backward()
     state.require("average_replicas()", call)
@@ -77,7 +80,7 @@ def average(core: Core, optimizer: ShardedOptimizer) -> None:
 
 
 def _averaged(core: Core, optimizer: ShardedOptimizer, buckets: Iterable[Bucket]) -> Iterator[Bucket]:
-    """``buckets``, each as soon as what the groups have of it is their mean ([Note: Averages])."""
+    """Yield ``buckets``, each as soon as its weights and states are the mean over groups ([Note: Averages])."""
     for bucket in buckets:
         held = list(optimizer.stored(bucket, writable=True).values())
         _take_means(core, bucket, held)
@@ -86,9 +89,9 @@ def _averaged(core: Core, optimizer: ShardedOptimizer, buckets: Iterable[Bucket]
 
 
 def _take_means(core: Core, bucket: Bucket, held: Sequence[Tensor]) -> None:
-    """Each of ``held``, the group's slice, becomes the mean over groups."""
+    """Replace each of ``held``, the group's slices, by its mean over groups."""
     layout, move, platform = bucket.layout, core.collectives.move, core.mesh.platform
-    away = bucket.state_store.away and platform.has_own_memory  # where no collective reaches it
+    away = bucket.state_store.away and platform.has_own_memory  # offloaded: collectives need copies on the device
     full = [core.pool.acquire(tensor.numel(), tensor.dtype) for tensor in held] if away else held
     for loading in [platform.loads.copy(tensor, here) for here, tensor in zip(full, held, strict=True) if away]:
         loading.wait()

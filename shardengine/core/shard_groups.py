@@ -1,6 +1,6 @@
-"""Which ranks an engine has, and which of them share a shard group, from the config and what ``initialize`` was given.
+"""Determines the ranks of an engine and its shard groups, from the config and the arguments of ``initialize``.
 
-Must not know: what is sharded over them.
+Must not know: the state that is sharded over them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ _AT_ONCE = {"power_sgd": "it brings the sum of all ranks at once", "noop": "it l
 
 
 def mesh_of(given: Mesh | DeviceMesh | ProcessGroup | None, timeout_s: float) -> Mesh:
-    """The mesh that ``initialize(mesh=given)`` asks for; collective. Of its own groups, unless it was one already."""
+    """Return the mesh that ``initialize(mesh=given)`` requests; collective.
+
+    It has process groups of its own, unless ``given`` is a Mesh already.
+    """
     if isinstance(given, Mesh):
         return given
     options: Any = {"timeout_s": timeout_s, "owned": True, "meet": meeting.meet_before_groups}
@@ -36,10 +39,10 @@ def mesh_of(given: Mesh | DeviceMesh | ProcessGroup | None, timeout_s: float) ->
 
 
 def check_beside(config: Config, mesh: Mesh) -> None:
-    """``ConfigError`` where ranks of other dimensions than the mesh's would decide alone what is every rank's decision.
+    """Raise ``ConfigError`` if ranks along other dimensions of the mesh would decide alone what every rank must decide.
 
-    They hold other parts of the same model, so that each would clip by the norm of its own part, and skip steps alone:
-    what they have in common would drift apart.
+    Those ranks hold other parts of the same model. Each would clip by the norm of its own part and skip steps alone, so
+    the weights that the parts share would drift.
     """
     if not mesh.beside:
         return
@@ -58,7 +61,7 @@ def check_beside(config: Config, mesh: Mesh) -> None:
 
 
 def check_clips(mesh: Mesh) -> None:
-    """``UsageError`` for ``engine.clip_grad_norm_`` there."""
+    """Raise ``UsageError`` for ``engine.clip_grad_norm_`` on such a mesh."""
     if mesh.beside:
         raise UsageError(
             f"engine.clip_grad_norm_ on a part of a mesh with the dimension {mesh.beside} (rank {mesh.rank}) would "
@@ -68,7 +71,10 @@ def check_clips(mesh: Mesh) -> None:
 
 
 def group_size(config: Config, mesh: Mesh) -> int:
-    """Ranks of a shard group: all of them where the mesh is not to be hybrid. ``ConfigError`` where that cannot be."""
+    """Return the number of ranks in a shard group: all ranks if the mesh is not hybrid.
+
+    Raises ``ConfigError`` if the requested size is not possible.
+    """
     zero = config.zero_optimization
     hpz = zero.zero_hpz_partition_size != 1
     name = f"zero_optimization.{'zero_hpz_partition_size' if hpz else 'shard_group_size'}"
@@ -101,7 +107,10 @@ def group_size(config: Config, mesh: Mesh) -> int:
 
 
 def in_shard_groups(config: Config, mesh: Mesh, start: Collectives) -> Mesh:
-    """The mesh in groups of that size, the same on every rank; collective. ``MismatchError`` where it is not."""
+    """Return ``mesh`` split into shard groups of the size in ``config``; collective.
+
+    Raises ``MismatchError`` if the size differs between ranks.
+    """
     size = group_size(config, mesh)
     hook = config.comm_hook.name
     if size < mesh.ranks and hook in _AT_ONCE:

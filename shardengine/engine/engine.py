@@ -1,8 +1,9 @@
-"""The engine: the library's surface, wired to the parts below. Nothing is computed here.
+"""The engine: the public class, connected to the parts below it. Nothing is computed here.
 
-Life of one step: ``engine(batch)`` runs the module, its hooks gather and reshard units (schedule) · ``engine.backward``
-divides the loss, autograd hands each gradient to the reducer, whose end closes the micro-batch · on the boundary
-``engine.step`` clips, steps the shards (optimizer) and gathers the stepped weights where they rest replicated.
+One step: ``engine(batch)`` runs the module, and its hooks gather and reshard units (schedule). ``engine.backward``
+divides the loss. Autograd passes each gradient to the reducer; the end of the backward ends the micro-batch. On the
+boundary ``engine.step`` clips the gradients, steps the shards (optimizer), and gathers the stepped weights if they are
+kept replicated.
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ _log = logging.getLogger(__name__)
 
 
 class Engine(Inspection):
-    """Trains one module. Not an ``nn.Module``: names have no prefix; unknown attributes are read from the module."""
+    """Trains one module. It is not an ``nn.Module``: names have no prefix, and unknown attributes are read from the
+    module.
+    """
 
     def __init__(
         self,
@@ -88,7 +91,7 @@ class Engine(Inspection):
         weights: Weights = None,
         auto: Mapping[str, Any] | None = None,
     ) -> None:
-        """As ``initialize``; auto: as for ``load_config``."""
+        """The arguments are those of ``initialize``. auto: as for ``load_config``."""
         self.module = model
         self._give_back: Callable[[], None] = lambda: None
         auto = {**arguments.said_by(optimizer), **(auto or {})}
@@ -121,7 +124,7 @@ class Engine(Inspection):
         user_monitors: Sequence[Monitor],
         weights: Weights,
     ) -> None:
-        """Everything that can fail on one rank alone goes through ``run_on_all_ranks``, so that it fails on all."""
+        """Build the parts. A failure on one rank fails on all ranks (``run_on_all_ranks``)."""
         start = Collectives(mesh, BufferPool(mesh.platform))
 
         def read() -> tuple[Config, OptimizerForm, Source | None]:
@@ -173,7 +176,7 @@ class Engine(Inspection):
 
     @reports_failure("forward")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward; its output comes back as it is."""
+        """Run the module's forward and return its output unchanged."""
         with transforms.outside():
             self._need_core().verify_parameters()
             core = self._core = rebuild.follow(self._core, self.module, self.config, self.optimizer)
@@ -197,15 +200,18 @@ class Engine(Inspection):
     forward = __call__
 
     def _look_at_batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Of the first batch rank 0 says whether it is as large as the config, and as short as the model, has it."""
+        """On rank 0, warn once if the first batch does not fit the config's size or the model's length."""
         self._has_seen_batch = True
         of_batch = notices.about_batch(self.train_micro_batch_size_per_gpu(), args, kwargs)
         for notice in filter(None, (of_batch, notices.about_length(self.module, args, kwargs))):
             _log.warning("%s", notice)
 
     def _send_buffers(self) -> None:
-        """Once in a window of training: those of rank 0, or of a rank that has data, to all. A rank without data does
-        as in its last window: its loop may have ended with ``eval()``."""
+        """Broadcast the module's buffers once per accumulation window of a training, from rank 0 or from a rank with
+        data.
+
+        A rank without data does as in its last window, because its loop may have ended with ``eval()``.
+        """
         join = self._core.step_state.join
         trains = self._buffers_travel if join.serves else self.module.training
         self._buffers_travel = trains
@@ -217,14 +223,19 @@ class Engine(Inspection):
     def backward(
         self, loss: Tensor, gradient: Tensor | None = None, *, retain_graph: bool = False, divide: bool = True
     ) -> Tensor:
-        """Backward of ``loss`` divided by the accumulation steps; returns that quotient.
+        """Run the backward of ``loss``, divided by the number of accumulation steps, and return that quotient.
 
-        divide: False where ``loss`` is this micro-batch's share of the step's loss already.
+        loss: a scalar of one micro-batch, with a graph.
 
-        gradient: what the gradient of a ``loss`` that is no scalar is multiplied with, as in ``Tensor.backward``.
-        A window that is ended early keeps the divisor, so that every sample weighs the same. In the window's last
-        micro-batch this may be called several times: each call's gradients are completed and added.
-        ``loss.backward()`` works as well, and divides by nothing but the ranks; where the loss is scaled it is refused.
+        gradient: required if ``loss`` is no scalar: the tensor that its gradient is multiplied with, as in
+        ``Tensor.backward``.
+
+        divide: False if ``loss`` is already this micro-batch's share of the step's loss.
+
+        ``UsageError`` for any other argument. If a step ends early, the divisor stays the same, so every sample has the
+        same weight. In the last micro-batch of a step this may be called several times; the gradients of all calls are
+        completed and added. ``loss.backward()`` works as well. It does not divide by the accumulation steps, only by
+        the ranks, and raises ``UsageError`` if the loss is scaled (see ``scale``).
         """
         if not isinstance(divide, bool) or not isinstance(gradient, Tensor | None):
             raise UsageError(
@@ -246,7 +257,7 @@ class Engine(Inspection):
             self.optimizer.refuse_late_hooks()
         steps = self.gradient_accumulation_steps()
         count = steps if divide else 1
-        if self.optimizer is not None and steps > 1:  # a single micro-batch is the same either way
+        if self.optimizer is not None and steps > 1:  # with one micro-batch there is no difference
             self.optimizer.divisors.add(count)
         scaled = loss if count == 1 else loss / count
         schedule.begin_backward()
@@ -263,7 +274,11 @@ class Engine(Inspection):
         return scaled.detach()
 
     def scale(self, loss: Tensor) -> Tensor:
-        """``loss`` with the loss scale of fp16, for a ``backward()`` of its own, which comes next; else ``loss``."""
+        """Return ``loss`` multiplied with the loss scale of fp16, for a ``backward()`` of your own, which must come
+        next.
+
+        Returns ``loss`` itself if the loss is not scaled. ``UsageError`` if it is no scalar with a graph.
+        """
         schedule, optimizer = self._need_core().schedule, self._need_optimizer("scale()")
         if not isinstance(loss, Tensor) or not loss.requires_grad or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
@@ -279,18 +294,25 @@ class Engine(Inspection):
         return scaled
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Micro-batches inside are accumulated full-size on this rank and neither communicate nor end the window."""
+        """Accumulate the micro-batches inside the ``with`` without communication.
+
+        Their gradients are kept full-size on this rank, and none of them ends the optimizer step.
+        """
         return ForWith("no_sync", self._window.no_sync)
 
     @reports_failure("register_comm_hook")
     def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
-        """Let ``hook(state, bucket)`` bring the gradients of all ranks, as torch's DDP does; between two steps, on
-        every rank; collective.
+        """Let ``hook(state, bucket)`` combine the gradients of all ranks, as in torch's DDP; collective, between two
+        steps.
 
-        bucket: this rank's gradients, see ``comm_hooks.GradBucket``. hook: returns the mean over ranks, a flat tensor
-        as long as ``bucket.buffer()``, or a future of it; it is not divided any more. Hooks of
-        ``torch.distributed.algorithms.ddp_comm_hooks`` are such functions. Where a rank keeps a slice alone, it takes
-        that of the result, so that more is sent than without. What the hook sends is not in ``traffic()``.
+        bucket: this rank's gradients, see ``comm_hooks.GradBucket``.
+
+        hook: returns the mean over ranks as a flat tensor of the length of ``bucket.buffer()``, or a future of it. The
+        engine does not divide it. The hooks of ``torch.distributed.algorithms.ddp_comm_hooks`` are such functions.
+
+        If a rank keeps only a slice of the gradients, it takes that slice of the result, so more bytes are sent than
+        without a hook. ``traffic()`` does not include the bytes that the hook sends. ``UsageError`` if this engine
+        cannot use the hook, ``MismatchError`` if ranks pass different functions or different types of ``state``.
         """
         comm_hooks.register(self._need_core(), hook, state)
 
@@ -301,18 +323,25 @@ class Engine(Inspection):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> AbstractContextManager[None]:
-        """Inside of ``with engine.join():`` ranks may have unequal numbers of batches; collective.
+        """Inside ``with engine.join():`` ranks may have different numbers of batches; collective.
 
-        A rank whose loop has ended takes part with zeros in the micro-batches and steps of the others until all have
-        ended; then all leave, with the same weights, states and steps. A step that a rank began takes what it had. One
-        window without data follows the last one, in which the ranks learn that all have ended.
+        When the loop of a rank has ended, that rank takes part with zeros in the micro-batches and steps of the others,
+        until all loops have ended. Then all ranks leave the ``with``, with the same weights, states and steps. A step
+        that a rank has begun uses the micro-batches that it had. After the last step follows one without data, in which
+        the ranks learn that all have ended.
 
-        divide_by_initial_world_size: gradients are divided by all ranks; False: by those that had a micro-batch in the
-        step · enable: False does nothing · throw_on_early_termination: EarlyTerminationError on every rank in the first
-        step for which one has run out of data; that step is dropped. Inside, nothing that needs every rank's call but
-        the training itself: not ``clip_grad_norm_``, evaluation at stage 3, ``full_params``, ``state_dict`` and the
-        like, nor ``save_checkpoint`` once a rank has run out. At stage 3 such a rank gathers weights in the order of
-        its last step, or of the modules where it had none: every step runs the same modules in the same order.
+        divide_by_initial_world_size: True divides gradients by the number of all ranks, False by the number of ranks
+        that had a micro-batch in the step.
+
+        enable: False makes this call do nothing.
+
+        throw_on_early_termination: raise ``EarlyTerminationError`` on every rank in the first step for which a rank has
+        no data. That step is dropped.
+
+        Inside, make no other call that every rank has to make: not ``clip_grad_norm_``, ``full_params``, ``state_dict``
+        and the like, no evaluation at stage 3, and no ``save_checkpoint`` after a rank has run out of data. At stage 3
+        a rank without data gathers weights in the order of its last step, or of the modules if it had none. So every
+        step must run the same modules in the same order.
         """
         for name, value in (
             ("divide_by_initial_world_size", divide_by_initial_world_size),
@@ -334,17 +363,21 @@ class Engine(Inspection):
     # The step
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say whether the current micro-batch ends the window; forgotten when the step is applied."""
+        """Set whether the current micro-batch is the last one of its optimizer step. The next applied step resets
+        this.
+        """
         self._core.step_state.require("a call of every rank", "set_gradient_accumulation_boundary()")
         self._window.set_boundary(bool(is_boundary))
 
     @reports_failure("set_train_batch_size")
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """From the next step on, ``train_batch_size`` samples make one: in more or fewer micro-batches; collective.
+        """Change the number of samples per optimizer step, over all ranks, from the next step on; collective, between
+        two steps.
 
-        Between two steps. Micro-batches stay as large as they are, so that ``gradient_accumulation_steps()``, and what
-        ``backward`` divides losses by, follow. UsageError where that many samples do not divide, MismatchError where
-        ranks disagree; nothing has changed then. A checkpoint does not set it: call this after ``load_checkpoint``.
+        The size of micro-batches stays. ``gradient_accumulation_steps()`` changes, and so does the divisor of losses in
+        ``backward``. ``UsageError`` if the number of samples is not divisible by ranks times micro-batch size,
+        ``MismatchError`` if ranks disagree; then nothing has changed. Checkpoints do not contain this setting: call it
+        again after ``load_checkpoint``.
         """
         self.config = settings_between_steps.set_batch(
             self._need_core(), self.config, "set_train_batch_size", total=train_batch_size
@@ -352,10 +385,10 @@ class Engine(Inspection):
 
     @reports_failure("set_train_micro_batch_size")
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """From the next step on, micro-batches of a rank have ``micro_batch_size`` samples; collective.
+        """Change the number of samples per rank and micro-batch from the next step on; collective, between two steps.
 
-        As ``set_train_batch_size``, but the number of micro-batches stays. Nothing is computed from it: it is what
-        counters and ``train_batch_size()`` say.
+        The number of micro-batches stays. This changes only the counters and ``train_batch_size()``, and no
+        computation. Errors are those of ``set_train_batch_size``.
         """
         self.config = settings_between_steps.set_batch(
             self._need_core(), self.config, "set_train_micro_batch_size", micro=micro_batch_size
@@ -363,9 +396,10 @@ class Engine(Inspection):
 
     @reports_failure("set_gradient_divide_factor")
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """From the next step on, sums of gradients over ranks are divided by ``factor``; collective, between two steps.
+        """Divide sums of gradients over ranks by ``factor`` from the next step on; collective, between two steps.
 
-        As ``gradient_divide_factor`` in the config, whose default is the number of ranks.
+        It replaces ``gradient_divide_factor`` of the config, whose default is the number of ranks. ``UsageError``
+        unless it is a finite number above 0, ``MismatchError`` if ranks disagree; then nothing has changed.
         """
         self.config = settings_between_steps.set_divide_factor(
             self._need_core(), self.config, "set_gradient_divide_factor", factor
@@ -373,13 +407,20 @@ class Engine(Inspection):
 
     @reports_failure("step")
     def step(self, *, flush: bool = False) -> None:
-        """On the boundary: clip, step, publish, step the scheduler, forget gradients. Off the boundary it only counts.
+        """Apply the optimizer step if the current micro-batch is the last one of it; otherwise only count the
+        micro-batch.
 
-        flush: end the window here, although its last backward was not on the boundary. Where gradients are not finite
-        on any rank, every rank skips the step: weights, states and scheduler stay, the window counts
-        (``was_step_applied``, ``skipped_steps``). NonfiniteGradientError with "nonfinite_gradients": "raise", or after
-        "max_nonfinite_steps" in a row, names the parameters; LossScaleError where a loss scale cannot fall any further.
-        After another exception in the middle of the update ``reset()`` finishes it; on one rank so does another call.
+        An applied step clips the gradients, updates the weights, gathers them if they are kept whole, steps the
+        scheduler, and frees the gradients.
+
+        flush: True ends the optimizer step here, although its last backward was not on the boundary.
+
+        If gradients are not finite on any rank, every rank skips the step: weights, states and scheduler stay, and the
+        step counts (``was_step_applied``, ``skipped_steps``). ``NonfiniteGradientError`` names the parameters; it is
+        raised with "nonfinite_gradients": "raise", or after "max_nonfinite_steps" skipped steps in a row.
+        ``LossScaleError`` is raised if a loss scale cannot fall any further. After another exception in the middle of
+        the update, call ``reset()`` on every rank, which finishes it; with a single rank another ``step()`` does so as
+        well.
         """
         core, optimizer, window = self._need_core(), self._need_optimizer("step()"), self._window
         flush = flush or not window.managed
@@ -412,10 +453,10 @@ class Engine(Inspection):
         self._core = rebuild.recut(self._core, self.module, self.config, optimizer)
 
     def _end_step(self, *, reports: bool = True) -> None:
-        """What follows the update. reports: a step that was skipped may be told, or be an error.
+        """Do the work after the update. reports: a skipped step may be logged, or be an error.
 
-        Whether it was skipped may be known later ([Note: Settled a step later]); at once where an error or the loss
-        scale depends on it, or a scheduler of the user's, which cannot be taken back.
+        Whether the step was skipped may become known later ([Note: Settled a step later]). It is found out at once if
+        an error, the loss scale, or a scheduler of the user, which cannot be undone, depends on it.
         """
         core, optimizer, scheduler = self._core, self._need_optimizer("step()"), self._lr_scheduler
         core.note_stepped()
@@ -450,14 +491,14 @@ class Engine(Inspection):
                         undo.append(lr_schedules.step_for_now(scheduler))
                     else:
                         scheduler.step()
-            finally:  # what monitors do may settle
+            finally:  # a monitor may call settle()
                 if self._monitors:
                     values = {"lr": rates[0], "samples": self.global_samples}
                     late = {"skipped_steps": lambda: before + (not verdict.applied)}
                     self._monitors.note(step, values, late, optimizer.norm, micro_batches)
 
     def _close_window(self, core: Core, optimizer: ShardedOptimizer) -> int:
-        """Gradients are forgotten, the step counts. Returns its micro-batches on this rank."""
+        """Drop the gradients and count the step. Returns its micro-batches on this rank."""
         core.reducer.discard()
         optimizer.end_window()
         core.schedule.recorded.end_window(regular=not self._window.is_overridden)
@@ -474,17 +515,20 @@ class Engine(Inspection):
         return own
 
     def zero_grad(self) -> None:
-        """Forget the gradients of the window; it starts anew.
+        """Drop the gradients of the current optimizer step; it starts again.
 
-        Also the way on after a forward or backward that raised *on every rank, at the same place*; after a failure of
-        one rank alone, call ``reset()`` on every rank instead.
+        Call this after a forward or backward that raised *on every rank, at the same place*. After a failure of one
+        rank alone, call ``reset()`` on every rank instead.
         """
         self._need_core().step_state.require("zero_grad()")
         self._core.schedule.finish_open_backward()
         self._drop_window()
 
     def _drop_window(self, total: int | None = None) -> None:
-        """total: as ``StepState.restart``; what was sent is of no step then."""
+        """Drop the accumulation window.
+
+        total: as in ``StepState.restart``. If it is given, the bytes sent so far are counted for no step.
+        """
         self._core.schedule.reshard_all()
         self._core.schedule.recorded.drop()
         self._core.reducer.discard()
@@ -497,18 +541,25 @@ class Engine(Inspection):
             self._report.leave_out(self._core.sent())
 
     def _begin_window(self) -> None:
-        """``engine.optimizer.zero_grad()``: nothing in the middle of a window, after a ``step()`` that counted, nor
-        where there are no gradients yet: a forward may have run, whose backward needs what it has gathered."""
+        """Serve ``engine.optimizer.zero_grad()``.
+
+        Does nothing in the middle of an accumulation window, after a ``step()`` that only counted, or if there are no
+        gradients yet: a forward may have run, and its backward needs the weights that it has gathered.
+        """
         if not self._window.only_counted and self._core.step_state.phase is not Phase.EMPTY:
             self.zero_grad()
 
     def reset(self) -> None:
-        """After a failure: every rank returns to the last completed step, over new process groups; collective.
+        """After a failure, return every rank to the last completed step, with new process groups; collective.
 
-        The window is dropped, unless some rank had begun to update weights: then all ranks finish that step (see
-        ``global_steps``). UsageError where a rank stopped inside of an update: load a checkpoint; or where what a
-        registered communication hook has begun itself may be out of step: start the ranks again. CommunicationError
-        names the ranks that do not call it within ``timeout_s``. A Mesh of the caller's is no longer used afterwards.
+        The gradients of the current step are dropped. If some rank had begun to update weights, all ranks finish that
+        step instead (see ``global_steps``). Errors:
+
+        - ``UsageError`` if a rank stopped inside an update: load a checkpoint.
+        - ``UsageError`` if collectives of a registered communication hook may be out of step: start the ranks again.
+        - ``CommunicationError`` names the ranks that do not call this within ``timeout_s``.
+
+        The engine does not use a Mesh of the caller any more afterwards.
         """
         core, optimizer = self._need_core(), self.optimizer
         core.step_state.require("reset()")
@@ -523,11 +574,12 @@ class Engine(Inspection):
 
     @reports_failure("average_replicas")
     def average_replicas(self) -> None:
-        """Where comm_hook post_local_sgd or gossip lets shard groups step apart, average them now; collective.
+        """Average shard groups that step on their own (comm_hook post_local_sgd or gossip); collective, between two
+        steps.
 
-        The weights that are stepped and the optimizer's states become the mean over the groups. Between two steps.
-        Nothing happens where they are the same, as after every ``period`` steps. What gives weights or states away
-        (``save_checkpoint``, ``state_dict``, …) asks for it where they are not.
+        The stepped weights and the optimizer's states become the mean over the groups. Nothing happens if the groups
+        are the same, as after every ``period`` steps. Calls that return or save weights or states (``save_checkpoint``,
+        ``state_dict``, …) require this call if the groups differ.
         """
         core = self._need_core()
         if self.optimizer is not None and core.step_state.replicas.since:
@@ -535,20 +587,22 @@ class Engine(Inspection):
             self._report.leave_out(core.sent())
 
     def get_global_grad_norm(self) -> float | None:
-        """Norm of the complete gradient before clipping, of the last finished window; None before the first.
+        """Return the norm of the complete gradient before clipping, of the last finished step; None before the first
+        step.
 
-        The 2-norm, or of the order that ``gradient_clipping_norm_type`` or ``clip_grad_norm_`` said.
-        In fp16 one that is not finite is inf: an overflow, also where it made NaNs.
+        It is the 2-norm, or the norm of the order set by ``gradient_clipping_norm_type`` or ``clip_grad_norm_``. In
+        fp16 a norm that is not finite is returned as inf: an overflow, even if it made NaNs.
         """
         self._need_core().schedule.finish_open_backward()
         norm = None if self.optimizer is None else self.optimizer.norm
         return None if norm is None else norm.item()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float | None = None) -> float:
-        """Clip the coming step to ``max_norm`` (instead of the config's value); returns the norm before clipping.
+        """Clip the gradients of the coming step to ``max_norm``, instead of the config's value; return the norm before
+        clipping.
 
-        norm_type: its order, ``math.inf`` for the largest magnitude; None for the config's. With another one than that
-        the call is collective.
+        norm_type: the order of the norm, ``math.inf`` for the largest magnitude; None for the config's. The call is
+        collective if the order differs from the config's.
         """
         core, optimizer = self._need_core(), self._need_optimizer("clip_grad_norm_()")
         core.schedule.finish_open_backward()
@@ -562,11 +616,13 @@ class Engine(Inspection):
     def full_params(
         self, names: Iterable[str] | None = None, *, writable: bool = False
     ) -> AbstractContextManager[None]:
-        """Parameters (all, or ``names``) are full inside the ``with``; collective.
+        """Make parameters (all, or ``names``) full inside the ``with``; collective.
 
-        Gathered are the buckets that hold some of ``names`` which no outer ``full_params`` shows.
-        writable: what rank 0 wrote is what every rank has afterwards. Otherwise each rank's writes count, which must be
-        the same on all (MismatchError in the next step).
+        It gathers the buckets that hold some of ``names``, except parameters that an outer ``full_params`` shows
+        already.
+
+        writable: True copies rank 0's writes to every rank at the end. Otherwise each rank keeps its own writes, which
+        must be the same on all ranks (``MismatchError`` in the next step).
         """
         return full_access.full_params(self._need_core(), names, writable=writable)
 
@@ -574,13 +630,16 @@ class Engine(Inspection):
     def full_grads(
         self, names: Iterable[str] | None = None, *, writable: bool = False
     ) -> AbstractContextManager[dict[str, Tensor | None]]:
-        """``with`` this: name → the full gradient of the step, before clipping, on every rank; collective.
+        """Return a context manager that yields name → the full gradient of the step, before clipping, on every rank;
+        collective.
 
-        For every name asked for (None: all); None where no rank used the parameter, or it is frozen or has no elements.
-        Tied names share a tensor. Complete: between the backward on the boundary and ``step()``. The dtype is the one
-        in which gradients are sent; they were rounded to it. Where the loss is scaled they are shown in fp32, without
-        the scale. writable: what rank 0 wrote is what every rank steps with,
-        and the norm is taken again. An exception inside, on any rank, then leaves all as it was and raises on all.
+        Call it between the backward on the boundary and ``step()``, when gradients are complete. The dict has every
+        name asked for (None: all). The value is None if no rank used the parameter, or if it is frozen or has no
+        elements. Tied names share a tensor. Gradients have the dtype in which they are sent, and were rounded to it. If
+        the loss is scaled they are in fp32, without the scale.
+
+        writable: True makes every rank step with rank 0's writes, and the norm is computed again. An exception inside
+        the ``with``, on any rank, then leaves all gradients unchanged and raises on all ranks.
         """
         scale = 1.0 if self.optimizer is None else self.optimizer.loss_scale
         return full_access.full_grads(self._need_core(), names, writable=writable, scale=scale)
@@ -589,60 +648,70 @@ class Engine(Inspection):
     def full_optimizer_state(
         self, names: Iterable[str] | None = None, *, writable: bool = False
     ) -> AbstractContextManager[dict[str, dict[str, Any] | None]]:
-        """``with`` this: name → {"weight", the states, "step"} of the parameter, full, on every rank; collective.
+        """Return a context manager that yields name → {"weight", the states, "step"}, full, on every rank; collective.
 
-        "weight" is what is stepped, in fp32: the master weight, or the weight itself where it has none (what is written
-        to a bf16 one is rounded to nearest); None for parameters that the optimizer does not step. writable: as in
-        ``full_grads``; the weights follow, and a graph from before refuses backward as it does after a step.
+        "weight" is the fp32 master weight, or the weight itself if it has none, in fp32; a written bf16 weight is
+        rounded to nearest. The value is None for parameters that the optimizer does not step.
+
+        writable: as in ``full_grads``. The weights follow, and a graph from before rejects backward, as it does after a
+        step.
         """
         optimizer = self._need_optimizer("full_optimizer_state()")
         return full_access.full_optimizer_state(self._need_core(), optimizer, names, writable=writable)
 
     @reports_failure_with("ema")
     def ema(self) -> AbstractContextManager[None]:
-        """The weights are their moving averages inside the ``with``, to evaluate, export or save them; collective.
+        """Replace the weights by their moving averages inside the ``with``, to evaluate, export or save them;
+        collective.
 
-        Needs ``"ema": {"decay": …}`` in the config, and stands between two steps. Inside nothing can be trained, saved
-        as a checkpoint or loaded; ``state_dict`` and ``save_pretrained`` give the averages. Afterwards the weights have
-        their bits again. Buffers are not averaged.
+        Requires ``"ema": {"decay": …}`` in the config. Call it between two steps. Inside, training, saving a checkpoint
+        and loading raise ``UsageError``; ``state_dict`` and ``save_pretrained`` return the averages. Afterwards the
+        weights have their bits again. Buffers are not averaged.
         """
         return exchanging.averaged(self._need_core(), self._need_optimizer("ema()"))
 
     @reports_failure("state_dict")
     def state_dict(self, *, trainable_only: bool = False) -> dict[str, Any]:
-        """The full state dict on the CPU of rank 0, {} elsewhere; collective.
+        """Return the full state dict on the CPU of rank 0, {} on other ranks; collective.
 
-        trainable_only: without frozen parameters, which are then not gathered (adapters without their base model);
-        what peft saves of an adapter is in it, trained or not.
+        trainable_only: True leaves out frozen parameters, which are then not gathered (adapters without their base
+        model). Parameters that peft saves of an adapter are included, trained or not.
         """
         return export.full_state_dict(self._need_core(), self.module, trainable_only=trainable_only)
 
     @reports_failure("load_state_dict")
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Weights and buffers from a whole state dict, as ``torch.nn.Module.load_state_dict``; collective, any stage.
+        """Load weights and buffers from a whole state dict, as ``torch.nn.Module.load_state_dict``; collective, at any
+        stage.
 
-        state_dict: whole on rank 0, whose values count; there or {} elsewhere. Hooks and modules that load in a way of
-        their own run on every rank that has it. Master weights follow, and keep their bits where the weights still fit.
-        Returns missing_keys and unexpected_keys; UsageError where there are any and ``strict``, or another shape:
-        nothing has changed then, except in a model with quantised modules, which load last. assign: False, the
-        engine's buckets hold the weights.
+        state_dict: the whole dict on rank 0, whose values are used; the same or {} on other ranks. Hooks and modules
+        with their own way of loading run on every rank that has the dict.
+
+        strict: True raises ``UsageError`` if there are missing or unexpected keys.
+
+        assign: must be False, because the engine's buckets hold the weights.
+
+        Returns missing_keys and unexpected_keys. A tensor of another shape raises ``UsageError``. After an error
+        nothing has changed, except in a model with quantised modules, which load last. Master weights follow, and keep
+        their bits if the weights still are those bits rounded.
         """
         return loading_weights.load(self._need_core(), self.module, state_dict, strict=strict, assign=assign)
 
     @reports_failure("save_pretrained")
     def save_pretrained(self, directory: str | Path, *, trainable_only: bool = False) -> None:
-        """Write the full model to ``directory`` as safetensors, a Hugging Face model its own way; collective.
+        """Write the full model to ``directory`` as safetensors, a Hugging Face model in its own form; collective.
 
-        trainable_only: as ``state_dict``. A PEFT model writes its adapters either way.
+        trainable_only: as in ``state_dict``. A PEFT model writes its adapters either way. ``CheckpointError`` on every
+        rank if it cannot be written; an existing directory is then unchanged.
         """
         export.save_pretrained(self._need_core(), self.module, directory, trainable_only=trainable_only)
 
     @reports_failure_with("trace")
     def trace(self, path: str | Path) -> AbstractContextManager[None]:
-        """What happens inside the ``with`` on all ranks → a Chrome trace (chrome://tracing, Perfetto); collective.
+        """Record the events inside the ``with`` on all ranks to ``path``, as a Chrome trace (Perfetto); collective.
 
-        Lanes: compute, communication, waiting. On a GPU all of them show when the device did it, which the host asks
-        for when the ``with`` block ends: there it waits for the device.
+        The lanes are compute, communication and waiting. On a GPU all times are those of the device. The host asks for
+        them at the end of the ``with``, and waits for the device there.
         """
         core = self._need_core()
         core.step_state.require("a call of every rank", "trace")
@@ -660,16 +729,26 @@ class Engine(Inspection):
         frozen: bool = True,
         latest: bool = True,
     ) -> Path:
-        """Write weights, optimizer, scheduler, counters and random states to ``directory/tag``; collective.
+        """Write weights, optimizer, scheduler, counters and random states to ``directory/tag`` and return that path;
+        collective.
 
-        Of the steps that are complete: those micro-batches of the next one that were run are left out, which is told.
-        tag: default ``step-`` and the steps so far in 8 digits; one that is there is replaced once the new one is
-        whole. client_state: JSON, rank 0's is kept. frozen: False leaves frozen parameters out (adapters without their
-        base model, but with all that peft saves of them); it is loaded into engines that have the same ones. latest:
-        False (rank 0's counts) leaves the file ``latest`` as it is. A failure raises on every rank and leaves the
-        previous one intact. With ``"checkpoint": {"async_save": true}`` it returns when weights and buffers are copied
-        to host memory, and the next step waits until the optimizer's states are; a failure is then raised by the next
-        call that saves (when its own is under way), loads or waits, or by ``close()``.
+        The checkpoint contains completed steps only. Micro-batches of the next step that have run already are left out,
+        with a warning.
+
+        tag: default ``step-`` and the number of completed steps in 8 digits. An existing checkpoint of that name is
+        replaced once the new one is complete.
+
+        client_state: JSON values; rank 0's are kept.
+
+        frozen: False leaves out frozen parameters (adapters without their base model), except those that peft saves.
+        Such a checkpoint can be loaded into engines that have the same frozen parameters.
+
+        latest: False leaves the file ``latest`` unchanged. Rank 0's value is used.
+
+        A failure raises on every rank and leaves the previous checkpoint intact. With ``"checkpoint": {"async_save":
+        true}`` the call returns when weights and buffers are copied to host memory. The next step waits until the
+        optimizer's states are copied as well. A failure is then raised by the next call that saves (after it has
+        started its own save), loads or waits, or by ``close()``.
         """
         self._need_core()
         self._settle()
@@ -677,7 +756,7 @@ class Engine(Inspection):
 
     @reports_failure("wait_for_checkpoint")
     def wait_for_checkpoint(self) -> None:
-        """Return when everything that was saved is on disk; CheckpointError if it is not; collective."""
+        """Wait until all saved checkpoints are on disk; collective. ``CheckpointError`` if one could not be written."""
         if self._saves is not None:
             self._need_core().step_state.require("a call of every rank", "wait_for_checkpoint")
             checkpoint.finish(self)
@@ -692,19 +771,26 @@ class Engine(Inspection):
         weights_only: bool = False,
         without: Collection[str] = (),
     ) -> Checkpoint:
-        """Go on from a checkpoint of any number of ranks, stage and precision; collective.
+        """Continue from a checkpoint of any number of ranks, stage and precision; collective.
 
-        tag: default what ``latest`` names; where that one is damaged, the newest that is whole, with a warning.
-        At the same number of ranks training goes on bit for bit; at another one weights and states are the same bits.
-        strict: UsageError lists everything that the model and the checkpoint do not have in common. False takes what
-        fits, the rest keeps its values, and states of what was not stepped before begin at zero; another shape, kind of
-        dtype or optimizer is refused all the same. weights_only: no optimizer, scheduler, counters and random states.
+        With the same number of ranks training continues bit for bit. With another number, weights and states have the
+        same bits.
+
+        tag: default the checkpoint that ``latest`` names. If it is damaged, the newest complete one is loaded, with a
+        warning.
+
+        strict: True raises ``UsageError`` with a list of all differences between model and checkpoint. False loads the
+        entries that fit; the others keep their values, and states of parameters that were not stepped before begin at
+        zero. Another shape, kind of dtype or optimizer raises ``UsageError`` in both cases.
+
+        weights_only: True loads no optimizer, scheduler, counters and random states.
+
         without: "scheduler", "optimizer" (its states and options, learning rates included, and the random states), or
-        both, keep what they have; all else goes on.
+        both: these keep their current state.
 
-        CheckpointError: damaged. An engine that has trained is not changed by either; one that has not may be partly
-        loaded by a damaged checkpoint, and refuses to train until a whole one is. Also the way on where ``reset()``
-        says that it has none.
+        ``CheckpointError`` if the checkpoint is damaged. Neither error changes an engine that has trained. An engine
+        that has not trained may be partly loaded by a damaged checkpoint, and then rejects training until a complete
+        one is loaded. Also call this if ``reset()`` raises that it cannot bring the ranks to one step.
         """
         self._need_core()
         self._settle()
@@ -714,20 +800,24 @@ class Engine(Inspection):
 
     @reports_failure("offload_states")
     def offload_states(self, include: Iterable[str] = offload_states.STATES, *, pin_memory: bool = True) -> None:
-        """Move what rests on the device to host memory until ``reload_states``, and free transient buffers. Local.
+        """Move state from the device to host memory until ``reload_states``, and free transient buffers; local.
 
-        include: "optimizer" (master weights and optimizer state), "weights", or both. Between two steps. The engine
-        refuses to work meanwhile; so does the module where the weights are away, whose parameters have no values. What
-        rests in another tier stays there; module buffers and frozen parameters that are not sharded stay on the device,
-        and so does memory that somebody else holds a view of (``module.state_dict()``). On a GPU what was freed is
-        given back to the system. pin_memory: page-locked, so that a GPU copies it fast.
+        include: "optimizer" (master weights and optimizer state), "weights", or both.
+
+        pin_memory: True uses page-locked memory, which a GPU copies faster.
+
+        Call it between two steps. Until ``reload_states`` the engine rejects other calls, and so does the module if its
+        weights are offloaded; its parameters have no values then. State that is offloaded by the config stays in its
+        place. Module buffers, frozen parameters that are not sharded, and memory that another tensor views
+        (``module.state_dict()``) stay on the device. On a GPU the freed memory is returned to the system.
+        ``UsageError`` for another name in ``include``.
         """
         core = self._open_core()
         core.schedule.finish_open_backward()
         offload_states.offload(core, self.optimizer, self.module, include, pinned=pin_memory)
 
     def reload_states(self) -> None:
-        """Everything that ``offload_states`` moved is back where it rests. Local; nothing happens where it is there."""
+        """Move everything back that ``offload_states`` moved; local. Does nothing if nothing was moved."""
         offload_states.reload(self._open_core())
 
     def _need_core(self) -> Core:
@@ -739,22 +829,25 @@ class Engine(Inspection):
     # Mode, end
 
     def train(self, mode: bool = True) -> Engine:
-        """Put the module into training mode."""
+        """Put the module into training mode; return the engine."""
         self.module.train(mode)
         return self
 
     def eval(self) -> Engine:
-        """Put the module into evaluation mode."""
+        """Put the module into evaluation mode; return the engine."""
         return self.train(False)
 
     def close(self, *, restore: bool = True) -> None:
-        """Detach: the module is an ordinary one again, with whole weights; its process groups end; collective.
+        """Detach the engine: the module is an ordinary one again, with whole weights, and its process groups end;
+        collective.
 
-        restore: False gathers nothing. Weights that are sharded stay so, in their tiers, without the optimizer's
-        states, and the module refuses to be used until ``initialize`` is called with it on the same ranks, with any
-        config: that engine begins with the same bits, those of master weights included. CommunicationError where
-        weights are sharded and another rank does not close its engine at this place. In a ``finally`` or an ``except``
-        an error of this call is logged, and the first one is seen.
+        restore: False gathers nothing. Sharded weights stay sharded, where they are kept, without the optimizer's
+        states. The module then rejects use until ``initialize`` is called with it on the same ranks, with any config.
+        That engine begins with the same bits, including those of master weights.
+
+        ``CommunicationError`` if weights are sharded and another rank does not close its engine at this place. In a
+        ``finally`` or an ``except`` an error of this call is logged, and the first error stays visible. A second call
+        does nothing.
         """
         if self.is_open:
             with closing.behind_the_first_error():
@@ -774,7 +867,7 @@ class Engine(Inspection):
             try:
                 closing.dissolve(self._core, self.module, restore=restore, alone=alone)
             finally:
-                self._monitors.close()  # they may ask the engine
+                self._monitors.close()  # they may call the engine
                 attached.discard(self.module)
                 self._is_open = False
                 self.optimizer = None
@@ -784,7 +877,7 @@ class Engine(Inspection):
 
     @property
     def _non_persistent_buffers_set(self) -> set[str]:
-        """What ``torch.distributed.checkpoint.state_dict`` asks of what it is given as a model."""
+        """The module's set of buffers outside its state dict; ``torch.distributed.checkpoint.state_dict`` reads it."""
         return self.module._non_persistent_buffers_set
 
     def __getattr__(self, name: str) -> Any:
@@ -793,13 +886,13 @@ class Engine(Inspection):
         return other_engines.read_from_module(self, self.__dict__["module"], name)
 
     def __copy__(self) -> Engine:
-        """Another name for the same engine, as frameworks make one: it shares everything."""
+        """Return another object for the same engine, as frameworks request it: it shares everything."""
         same = object.__new__(type(self))
         same.__dict__ = self.__dict__
         return same
 
     def __reduce_ex__(self, _protocol: Any) -> NoReturn:
-        """An engine holds process groups, files and hooks."""
+        """Raise ``UsageError``: an engine holds process groups, files and hooks."""
         raise UsageError(
             "an engine cannot be copied or pickled: expected engine.save_checkpoint(dir), engine.state_dict() or "
             "engine.save_pretrained(dir), or a copy of the model before initialize",
@@ -807,14 +900,14 @@ class Engine(Inspection):
         )
 
     def __iter__(self) -> NoReturn:
-        """An engine is no tuple."""
+        """Raise ``TypeError``: an engine is no tuple."""
         raise TypeError(
             "initialize returns the engine alone, got an assignment to several names: expected engine = "
             "shardengine.initialize(...); then engine.optimizer and engine.lr_scheduler"
         )
 
     def to(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: the engine owns where and in which dtype the weights live."""
+        """Raise ``UsageError``: the engine determines the device and the dtype of the weights."""
         raise UsageError(
             "the engine cannot be moved or cast after initialize, its buckets hold the weights: call .to(), .half(), "
             ".cuda() and the like on the model before initialize",

@@ -33,7 +33,7 @@ def has_adapters(stored: StoredCheckpoint) -> bool:
 
 
 def read_model(place: Path) -> dict[str, Any]:
-    """Return the facts about a model in a Hugging Face directory, as ``StoredCheckpoint.model``; or raise UsageError."""
+    """Return the model facts of a Hugging Face directory, as ``StoredCheckpoint.model``, or raise UsageError."""
     expected = f"--config {place}: expected a directory with config.json that names one class in 'architectures'"
     found: dict[str, Any] = {}
     try:

@@ -40,14 +40,14 @@ from shardengine.planner.comparison import (
     taken_by,
     watched,
 )
-from shardengine.planner.dry_engine import DryRun, Place, dry_run
+from shardengine.planner.dry_engine import DryRun, ModelPlace, dry_run
 from shardengine.planner.hardware import Hardware, Link, show_bytes, table
-from shardengine.planner.ledger import Ledger, Moment, highest
+from shardengine.planner.ledger import MemoryLedger, MemoryMoment, highest
 from shardengine.planner.machine import this_machine
-from shardengine.planner.memory_plan import Plan, Tier, plan, summary_of
+from shardengine.planner.memory_plan import Plan, PlannedTier, plan, summary_of
 from shardengine.planner.no_values import NoValues, without_values, without_weights
 from shardengine.planner.rates import Rates
-from shardengine.planner.replay import Part, Times, simulate
+from shardengine.planner.replay import ReplayPart, Times, simulate
 from shardengine.planner.tape import Tape
 
 __all__ = [
@@ -59,20 +59,20 @@ __all__ = [
     "EchoStore",
     "Hardware",
     "Issued",
-    "Ledger",
     "Link",
-    "Moment",
+    "MemoryLedger",
+    "MemoryMoment",
+    "ModelPlace",
     "NoValues",
-    "Part",
-    "Place",
     "Plan",
+    "PlannedTier",
     "Question",
     "Rates",
+    "ReplayPart",
     "Silent",
     "SilentWire",
     "Taken",
     "Tape",
-    "Tier",
     "Times",
     "Undecided",
     "absent_mesh",

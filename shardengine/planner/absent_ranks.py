@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shardengine.comm import GroupKind, GroupName, Mesh, Wire, nodes
 from shardengine.offload import Platform
-from shardengine.planner.tape import Begin, Recorder, Wait
+from shardengine.planner.tape import TapeBegin, TapeRecorder, Wait
 
 
 class Silent(dist.Work):
@@ -56,7 +56,7 @@ class SilentWire(Wire):
     collective blocks the host; if False, only a wait on the control group does.
     """
 
-    def __init__(self, ranks: int, recorder: Recorder | None = None, *, host_waits: bool = True) -> None:
+    def __init__(self, ranks: int, recorder: TapeRecorder | None = None, *, host_waits: bool = True) -> None:
         self.issued: list[Issued] = []
         self._ranks, self._recorder, self._host_waits = ranks, recorder, host_waits
 
@@ -92,7 +92,7 @@ class SilentWire(Wire):
         if (recorder := self._recorder) is None:
             return Silent()
         number, on_host = recorder.number(), self._host_waits or group == GroupName.CONTROL
-        recorder.note(Begin(number, *found))
+        recorder.note(TapeBegin(number, *found))
         return Silent(lambda: recorder.note(Wait(number, on_host)))
 
 

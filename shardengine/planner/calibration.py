@@ -24,7 +24,7 @@ from shardengine import kernels
 from shardengine.comm import GroupSpeed
 from shardengine.planner.costs import DTYPES
 from shardengine.planner.rates import Rates
-from shardengine.planner.tape import Call, Shape, Tape
+from shardengine.planner.tape import Shape, Tape, TapedCall
 
 TRIES, LEAST_TRIES, LEAST_S = 7, 3, 20e-3
 """Limits on the tries of one operation: at most ``TRIES``; after ``LEAST_TRIES``, only until ``LEAST_S`` have been
@@ -41,7 +41,7 @@ def measured(
     tape: Tape | None = None,
     *,
     groups: Mapping[str, GroupSpeed] | None = None,
-    known: Mapping[Call, float] | None = None,
+    known: Mapping[TapedCall, float] | None = None,
     **more: Any,
 ) -> Rates:
     """Return the rates of this process's CPU, with torch's present number of threads.
@@ -56,7 +56,7 @@ def measured(
     return Rates(flops, memory, calls=calls, groups=groups or {}, **{**said, **more})
 
 
-def measured_calls(tape: Tape, known: Mapping[Call, float] | None = None) -> dict[Call, float]:
+def measured_calls(tape: Tape, known: Mapping[TapedCall, float] | None = None) -> dict[TapedCall, float]:
     """Return the seconds of each operation of ``tape``; those in ``known`` are not timed again."""
     found = dict(known or {})
     for call in tape.calls:
@@ -65,7 +65,7 @@ def measured_calls(tape: Tape, known: Mapping[Call, float] | None = None) -> dic
     return found
 
 
-def timed(call: Call) -> float:
+def timed(call: TapedCall) -> float:
     """Return the seconds of an operation on tensors of its shapes. Their values do not matter."""
     what, shapes = call.example
     given = pytree.tree_map(_made, shapes, is_leaf=lambda each: isinstance(each, Shape))

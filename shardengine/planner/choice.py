@@ -39,7 +39,7 @@ from shardengine.errors import ConfigError, UsageError
 from shardengine.planner import batches
 from shardengine.planner.dry_engine import STATES
 from shardengine.planner.hardware import Hardware, show_bytes, table
-from shardengine.planner.memory_plan import Plan, Task, Tier, hardware_of, made, options_of
+from shardengine.planner.memory_plan import Plan, PlannedTier, Task, hardware_of, made, options_of
 from shardengine.planner.no_values import without_values
 from shardengine.planner.rates import HOST_STEP, NETWORK, NODE, TO_DEVICE, TO_HOST, Rates
 
@@ -93,7 +93,7 @@ class Undecided(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Candidate:
+class ConfigCandidate:
     """A combination of values that is planned. None means: as in the config.
 
     stage · place: of states and weights · again: activations are recomputed · kept: hpZ, the ranks of a node that keep
@@ -152,16 +152,16 @@ def disk_of(config: Mapping[str, Any]) -> str | None:
 
 
 @dataclass(frozen=True)
-class Row:
+class ChoiceRow:
     """A candidate that fits. samples_per_s: of all ranks together · samples: of its micro-batch."""
 
-    candidate: Candidate
+    candidate: ConfigCandidate
     plan: Plan
     samples_per_s: float
 
     @property
     def samples(self) -> int:
-        """See ``Row``."""
+        """See ``ChoiceRow``."""
         return self.plan.config.train_micro_batch_size_per_gpu or 1
 
 
@@ -176,7 +176,7 @@ class Choice:
     """
 
     hardware: Hardware
-    rows: Sequence[Row]
+    rows: Sequence[ChoiceRow]
     needed: Sequence[str]
     config: Mapping[str, Any] | None
     tried: int
@@ -268,7 +268,7 @@ class _Change(NamedTuple):
     """
 
     words: str
-    candidate: Candidate
+    candidate: ConfigCandidate
     where: Hardware | None = None
     base: Mapping[str, Any] | None = None
     batch: Mapping[str, Any] | None = None
@@ -288,20 +288,20 @@ class _Search:
                 "choose: expected batch= of tensors [samples, ...] by name, got one of which nothing would be larger "
                 "with more samples"
             )
-        self._known: dict[Candidate, Plan | None] = {}
-        self._problems: dict[Candidate, str] = {}
+        self._known: dict[ConfigCandidate, Plan | None] = {}
+        self._problems: dict[ConfigCandidate, str] = {}
         self.refused: dict[str, str] = {}
         self.tried = 0
-        self._kept_of: dict[Candidate, Plan | None] = {}
+        self._kept_of: dict[ConfigCandidate, Plan | None] = {}
         self._unplanned = ""  # the first candidate that could not be planned in ``_closest``, and why
         self._ahead = 0
-        self._best: tuple[float, Candidate] | None = None
+        self._best: tuple[float, ConfigCandidate] | None = None
 
     def _grows(self) -> bool:
         twice = batches.resized(self._batch, self._samples, 2 * self._samples)
         return any(each is not self._batch[name] for name, each in twice.items())
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[ChoiceRow]:
         """Return all candidates that fit, best first.
 
         The disk is tried only if the hardware has one and the config names a folder on it.
@@ -309,7 +309,7 @@ class _Search:
         if not self._undecided.rest:
             return _settled([row for kind in self._counted(list(self._as_said())) for row in self._largest(kind)])
         self._answer_soon()
-        found: list[Row] = []
+        found: list[ChoiceRow] = []
         for place in self._places():
             if place == _STATES_ON_DISK and disk_of(self._base) is None:
                 self.refused["on the disk"] = "expected zero_optimization.offload_optimizer.nvme_path, a folder of it"
@@ -321,7 +321,7 @@ class _Search:
             found += rows
         return _fastest_first(found)
 
-    def _counted(self, kinds: Sequence[Candidate], place: str | None = None) -> Iterator[Candidate]:
+    def _counted(self, kinds: Sequence[ConfigCandidate], place: str | None = None) -> Iterator[ConfigCandidate]:
         """Yield ``kinds``, and update the number of kinds ahead for ``_say``.
 
         If nothing fits in ``place`` so far, the kinds of the next place count as well.
@@ -351,7 +351,7 @@ class _Search:
             if found.fits:
                 break
 
-    def _all_kinds(self, place: str) -> list[Candidate]:
+    def _all_kinds(self, place: str) -> list[ConfigCandidate]:
         return [kind for again in (False, True) for kind in self._kinds(place, again)]
 
     def _places(self) -> Iterator[str]:
@@ -360,11 +360,11 @@ class _Search:
             if has_disk or place not in (_STATES_ON_DISK, _ALL_ON_DISK):
                 yield place
 
-    def _as_said(self) -> Iterator[Candidate]:
+    def _as_said(self) -> Iterator[ConfigCandidate]:
         """Yield the candidates that keep the config's values except for the undecided ones."""
         smallest = self._sizes[0] if self._undecided.micro_batches else None
         for stage in self._stages(STAGES) if self._undecided.stages else (None,):
-            yield Candidate(stage, None, None, samples=smallest)
+            yield ConfigCandidate(stage, None, None, samples=smallest)
 
     def _stages(self, all_: Sequence[int]) -> Sequence[int]:
         """Return the stages in ``all_`` that can differ.
@@ -378,12 +378,12 @@ class _Search:
         several = global_batch(self._base, self._where.ranks) is not None or (_number(self._base, _STEPS) or 1) > 1
         return [each for each in all_ if several or each in _STAGES_OF_ONE]
 
-    def _kinds(self, place: str, again: bool) -> Iterator[Candidate]:
+    def _kinds(self, place: str, again: bool) -> Iterator[ConfigCandidate]:
         for stage in self._stages(_WHERE_WEIGHTS_REST.get(place, STAGES)):
-            yield Candidate(stage, place, again)
+            yield ConfigCandidate(stage, place, again)
         node = self._where.node_ranks or self._where.ranks
         if place == _GPU and 1 < node < self._where.ranks:
-            yield Candidate(3, place, again, kept=node)
+            yield ConfigCandidate(3, place, again, kept=node)
 
     @functools.cached_property
     def _sizes(self) -> list[int]:
@@ -394,7 +394,7 @@ class _Search:
         of_rank = max(1, whole // self._where.ranks)
         return [size for size in range(1, of_rank + 1) if of_rank % size == 0]
 
-    def _largest(self, kind: Candidate) -> list[Row]:
+    def _largest(self, kind: ConfigCandidate) -> list[ChoiceRow]:
         """Return rows for the two smallest micro-batches and the largest that fits.
 
         If the config fixes the micro-batch, only that one is planned.
@@ -405,7 +405,7 @@ class _Search:
             self.refused[str(kind)] = self._problems[kind] if plan is None else _short(plan)
         return found
 
-    def _least_part(self, row: Row) -> list[Row]:
+    def _least_part(self, row: ChoiceRow) -> list[ChoiceRow]:
         """Return ``row`` with about the smallest part of its states on the host that fits.
 
         Empty unless ``row`` has all states on the host and a part of them may be faster.
@@ -425,7 +425,7 @@ class _Search:
                 return [self._row(chosen, found)] if found.device.need > row.plan.device.need else []
         return []
 
-    def _may_win(self, row: Row, on_device: Plan | None) -> bool:
+    def _may_win(self, row: ChoiceRow, on_device: Plan | None) -> bool:
         """Whether ``row`` might be the fastest with a part of its states on the device, by an estimate of saved time.
 
         on_device: ``_kept`` of the same candidate with all states on the device.
@@ -440,7 +440,7 @@ class _Search:
             saved += min(each.exposed, (1 - part) * each.busy)
         return row.samples_per_s * time_.seconds > best[0] * (time_.seconds - saved)
 
-    def _of_sizes(self, kind: Candidate) -> list[Row]:
+    def _of_sizes(self, kind: ConfigCandidate) -> list[ChoiceRow]:
         sizes = self._sizes if self._undecided.micro_batches else []
         one = self._quick(kind)
         if one is None and len(sizes) > 1:  # normalisation over a batch needs two samples
@@ -461,7 +461,7 @@ class _Search:
                 return [*found, self._row(chosen, there)]
         return found
 
-    def _larger(self, candidate: Candidate) -> Plan | None:
+    def _larger(self, candidate: ConfigCandidate) -> Plan | None:
         """Plan a larger micro-batch than one that fits.
 
         If it cannot be planned, memory is not the reason, and it is recorded in ``refused``.
@@ -471,11 +471,11 @@ class _Search:
             self.refused[_words(candidate)] = self._problems[candidate]
         return found
 
-    def _row(self, candidate: Candidate, plan: Plan) -> Row:
+    def _row(self, candidate: ConfigCandidate, plan: Plan) -> ChoiceRow:
         assert plan.time is not None and plan.config.train_batch_size is not None
-        return Row(candidate, plan, plan.config.train_batch_size / plan.time.seconds)
+        return ChoiceRow(candidate, plan, plan.config.train_batch_size / plan.time.seconds)
 
-    def _quick(self, candidate: Candidate) -> Plan | None:
+    def _quick(self, candidate: ConfigCandidate) -> Plan | None:
         """Return a quick plan, or None if it cannot be planned.
 
         If ``_kept`` does not fit already, return that, which has no time.
@@ -490,7 +490,7 @@ class _Search:
                 self._known[candidate] = kept
         return self._known[candidate]
 
-    def _whole(self, candidate: Candidate) -> Plan | None:
+    def _whole(self, candidate: ConfigCandidate) -> Plan | None:
         """Return a quick plan of a step, even if the weights and states alone do not fit; None as for ``_quick``."""
         known = self._known.get(candidate)
         if candidate not in self._known or (known is not None and known.time is None):
@@ -498,7 +498,7 @@ class _Search:
             self._known[candidate] = self._new_quick(candidate)
         return self._known[candidate]
 
-    def _kept(self, candidate: Candidate) -> Plan | None:
+    def _kept(self, candidate: ConfigCandidate) -> Plan | None:
         """Return ``plan_of_kept``, which is the same for all micro-batches.
 
         None on an error, which a later plan reports.
@@ -512,7 +512,7 @@ class _Search:
                 self._kept_of[of_all] = None
         return self._kept_of[of_all]
 
-    def _new_quick(self, candidate: Candidate) -> Plan | None:
+    def _new_quick(self, candidate: ConfigCandidate) -> Plan | None:
         found = self._plan(_Change("", candidate), quick=True)
         if found is not None and found.fits:
             speed = self._row(candidate, found).samples_per_s
@@ -545,7 +545,7 @@ class _Search:
         batch = batches.resized(change.batch or self._batch, self._samples, samples)
         return Task(asked.model, batch, config, where, asked.loss, asked.options, asked.trains, asked.in_slices)
 
-    def checked(self, rows: Sequence[Row]) -> tuple[Sequence[Row], Plan | None]:
+    def checked(self, rows: Sequence[ChoiceRow]) -> tuple[Sequence[ChoiceRow], Plan | None]:
         """Return the best rows, and the first one's plan with all checks of ``plan``.
 
         ``UsageError`` if no candidate could be planned at all.
@@ -579,7 +579,7 @@ class _Search:
                     break
         return told
 
-    def _closest(self) -> tuple[Candidate, Plan] | None:
+    def _closest(self) -> tuple[ConfigCandidate, Plan] | None:
         """Return the candidate that exceeds the hardware least, with the plan of a step.
 
         Of two equal ones, the one without recomputation is returned.
@@ -598,7 +598,7 @@ class _Search:
                 known[closest] = whole
         return None
 
-    def _other_places(self, closest: Candidate) -> Iterator[_Change]:
+    def _other_places(self, closest: ConfigCandidate) -> Iterator[_Change]:
         """Yield the changes that ``choose`` would try by itself."""
         if self._undecided.rest:
             return
@@ -611,13 +611,13 @@ class _Search:
             last = STAGES[-1]
             yield _Change(f'stage {last} and {of_all} on "cpu"', replace(closest, stage=last, place=_ALL))
 
-    def _more_ranks(self, closest: Candidate) -> Iterator[_Change]:
+    def _more_ranks(self, closest: ConfigCandidate) -> Iterator[_Change]:
         where = self._where
         for times in (2, 4, 8, 16):
             more = replace(where, ranks=times * where.ranks, node_ranks=where.node_ranks or where.ranks)
             yield _Change(f"{more.ranks} ranks", closest, more)
 
-    def _shorter(self, closest: Candidate) -> Iterator[_Change]:
+    def _shorter(self, closest: ConfigCandidate) -> Iterator[_Change]:
         half = batches.shorter(self._batch)
         for parts in (2, 4, 8):
             if half is None:
@@ -625,30 +625,30 @@ class _Search:
             yield _Change(f"sequences of 1/{parts} of the length", closest, batch=half)
             half = batches.shorter(half)
 
-    def _smaller_states(self, closest: Candidate) -> Iterator[_Change]:
+    def _smaller_states(self, closest: ConfigCandidate) -> Iterator[_Change]:
         if (self._base.get("optimizer") or {}).get("type") in ("Adam", "AdamW"):
             eight = {"data_types": {**(self._base.get("data_types") or {}), "optimizer_state_dtype": "8bit"}}
             words = "states of 8 bits (data_types.optimizer_state_dtype)"
             yield _Change(words, closest, base={**self._base, **eight})
 
 
-def _words(candidate: Candidate) -> str:
+def _words(candidate: ConfigCandidate) -> str:
     size = "the config's micro-batches" if candidate.samples is None else f"micro-batches of {candidate.samples}"
     return f"{candidate}, {size}"
 
 
-def _limit(one: Tier, two: Tier, first: int, second: int) -> float:
+def _limit(one: PlannedTier, two: PlannedTier, first: int, second: int) -> float:
     """Return the samples that fill a tier, from its needs with ``first`` and with ``second`` samples."""
     if one.has is None or two.need <= one.need:
         return float("inf")
     return first + (one.has - one.need) * (second - first) / (two.need - one.need)
 
 
-def _fastest_first(rows: Sequence[Row]) -> list[Row]:
+def _fastest_first(rows: Sequence[ChoiceRow]) -> list[ChoiceRow]:
     return sorted(rows, key=lambda row: -row.samples_per_s)
 
 
-def _settled(rows: Sequence[Row]) -> list[Row]:
+def _settled(rows: Sequence[ChoiceRow]) -> list[ChoiceRow]:
     """Sort rows, best first, so that a machine gives the same answer each time.
 
     Rows that are nearly as fast as the fastest count as equally good. Of these, the lowest stage and the smallest
@@ -660,11 +660,11 @@ def _settled(rows: Sequence[Row]) -> list[Row]:
     return best + _fastest_first([row for row in rows if row.samples_per_s < fast])
 
 
-def _lacks(tier: Tier) -> float:
+def _lacks(tier: PlannedTier) -> float:
     return max(0.0, _part(tier) - 1)
 
 
-def _part(tier: Tier) -> float:
+def _part(tier: PlannedTier) -> float:
     """The part of a tier that is needed."""
     return 0.0 if tier.has is None else tier.need / max(1, tier.has)
 

@@ -33,7 +33,7 @@ from shardengine.planner.dry_engine import (
     bytes_by_kind,
 )
 from shardengine.planner.hardware import show_bytes
-from shardengine.planner.ledger import Ledger, highest
+from shardengine.planner.ledger import MemoryLedger, highest
 from shardengine.planner.memory_plan import Plan
 
 TOLERANCE = 0.03
@@ -74,7 +74,7 @@ def watched(engine: Engine) -> Iterator[Taken]:
 
     See the note at the top of the file.
     """
-    ledger, pool, found = Ledger(), engine._core.pool, Taken()
+    ledger, pool, found = MemoryLedger(), engine._core.pool, Taken()
 
     def in_phase(phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def inside(*args: Any, **kwargs: Any) -> Any:

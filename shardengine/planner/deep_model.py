@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from shardengine.planner.dry_engine import ACTIVATIONS, BACKWARD, FORWARD, INITIALIZE, STEP, DryRun
 from shardengine.planner.layers import TOLERANCE, Layers, carried_on, line
-from shardengine.planner.ledger import Moment, highest
+from shardengine.planner.ledger import MemoryMoment, highest
 
 _STEP = (FORWARD, BACKWARD, STEP)
 _DISK = "measured_disk_bytes"
@@ -77,7 +77,7 @@ def _kept(run: DryRun) -> int:
     return max((each.alive.get(ACTIVATIONS, 0) for each in run.device if each.phase == FORWARD), default=0)
 
 
-def _with_start(begun: Sequence[Moment], found: Sequence[Moment]) -> list[Moment]:
+def _with_start(begun: Sequence[MemoryMoment], found: Sequence[MemoryMoment]) -> list[MemoryMoment]:
     return [*(each for each in begun if each.phase == INITIALIZE), *(each for each in found if each.phase in _STEP)]
 
 
@@ -85,7 +85,7 @@ def _carried(runs: Sequence[DryRun], at: Sequence[int], layers: Layers, depth: i
     early, late = runs
     near = (at[0], at[1])
 
-    def moments(lists: tuple[Sequence[Moment], Sequence[Moment]]) -> list[Moment]:
+    def moments(lists: tuple[Sequence[MemoryMoment], Sequence[MemoryMoment]]) -> list[MemoryMoment]:
         return carried_on(lists, near, layers, depth)
 
     memory = dict(late.memory)
@@ -105,7 +105,7 @@ def _on_a_line(said: DryRun, found: DryRun, layers: Layers, depths: Sequence[int
     farther = (layers.count - depths[2]) / (depths[2] - depths[1])
     grown = layers.count / depths[2]
 
-    def off(mine: Moment, real: Moment) -> float:
+    def off(mine: MemoryMoment, real: MemoryMoment) -> float:
         return abs(mine.bytes - real.bytes) * farther
 
     pairs = [(said.at_rest, found.at_rest), (said.host_at_rest, found.host_at_rest)]

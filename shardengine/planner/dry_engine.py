@@ -32,10 +32,10 @@ from shardengine.errors import ShardEngineError, UsageError
 from shardengine.offload import HOST, CopyStream, Done, Fetched, Platform
 from shardengine.planner.absent_ranks import Issued, SilentWire, absent_mesh
 from shardengine.planner.layers import AFTER, blocks_of
-from shardengine.planner.ledger import Ledger, Moment, highest, tensors_in
+from shardengine.planner.ledger import MemoryLedger, MemoryMoment, highest, tensors_in
 from shardengine.planner.no_disk import NoDisk
 from shardengine.planner.no_values import NoValues, without_values
-from shardengine.planner.tape import Copy, Current, Mark, Recorder, Tape, Wait
+from shardengine.planner.tape import Copy, Current, Mark, Tape, TapeRecorder, Wait
 from shardengine.sharding import inner
 
 WEIGHTS, STATES, BUFFERS, ACTIVATIONS, MODEL = "weights", "states", "gradients and buffers", "activations", "model"
@@ -55,7 +55,7 @@ first."""
 
 
 @dataclass(frozen=True)
-class Place:
+class ModelPlace:
     """The rank that a run plays.
 
     grain: allocations are rounded up to a multiple of so many bytes; None: as the device does · node_ranks: ranks of
@@ -86,10 +86,10 @@ class DryRun:
     of the next shorter one.
     """
 
-    device: list[Moment]
-    host: list[Moment]
-    at_rest: Moment
-    host_at_rest: Moment
+    device: list[MemoryMoment]
+    host: list[MemoryMoment]
+    at_rest: MemoryMoment
+    host_at_rest: MemoryMoment
     issued: list[Issued]
     memory: Mapping[str, float]
     config: Any
@@ -101,27 +101,27 @@ class DryRun:
     tape_before: Tape | None = None
 
     @property
-    def peak(self) -> Moment:
+    def peak(self) -> MemoryMoment:
         """The moment of a step with the most bytes on the device."""
         return highest(self.device, (FORWARD, BACKWARD, STEP))
 
-    def peak_in(self, phase: str) -> Moment:
+    def peak_in(self, phase: str) -> MemoryMoment:
         """The moment of ``phase`` with the most bytes on the device."""
         return highest(self.device, (phase,))
 
     @property
-    def host_peak(self) -> Moment:
+    def host_peak(self) -> MemoryMoment:
         """The moment with the most bytes in host memory, if the device has a memory of its own."""
         return highest(self.host, (INITIALIZE, FORWARD, BACKWARD, STEP))
 
 
-class _Late(Done):
+class _LateTensor(Done):
     """Work of a GPU, which runs behind the host: it counts as complete only when the host has waited for it.
 
     So memory is held as long as a real run may hold it.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: TapeRecorder) -> None:
         super().__init__()
         self.number = recorder.number()
         self._recorder = recorder
@@ -146,7 +146,7 @@ class _Late(Done):
 class _LateStream(CopyStream):
     """A copy stream of a planned GPU."""
 
-    def __init__(self, device: torch.device, ledger: Ledger, recorder: Recorder) -> None:
+    def __init__(self, device: torch.device, ledger: MemoryLedger, recorder: TapeRecorder) -> None:
         super().__init__(device)
         self._number, self._recorder, self._ledger = recorder.number(), recorder, ledger
 
@@ -154,8 +154,8 @@ class _LateStream(CopyStream):
         """See ``CopyStream``."""
         with self._recorder.quiet():
             super().copy(source, target, *after)
-        done = _Late(self._recorder)
-        behind = tuple(each.number for each in after if isinstance(each, _Late)) if after else None
+        done = _LateTensor(self._recorder)
+        behind = tuple(each.number for each in after if isinstance(each, _LateTensor)) if after else None
         to_host = self._ledger.kind_of(target).startswith(_HOST_SIDE)
         self._recorder.note(Copy(done.number, self._number, to_host, target.nbytes, behind))
         return done
@@ -173,7 +173,7 @@ class _LateStream(CopyStream):
 class _Imagined(Platform):
     """The platform of the CPU, or of a planned GPU."""
 
-    def __init__(self, place: Place, ledger: Ledger, recorder: Recorder) -> None:
+    def __init__(self, place: ModelPlace, ledger: MemoryLedger, recorder: TapeRecorder) -> None:
         super().__init__(HOST)
         self._place, self._ledger, self._recorder = place, ledger, recorder
 
@@ -190,7 +190,7 @@ class _Imagined(Platform):
         """See ``Platform``."""
         if not self.has_own_memory:
             return super().mark()
-        done = _Late(self._recorder)
+        done = _LateTensor(self._recorder)
         self._recorder.note(Mark(done.number))
         return done
 
@@ -225,7 +225,7 @@ def dry_run(
     make: Callable[[NoValues], nn.Module],
     batch: Callable[[], Mapping[str, Any]],
     config: Any,
-    place: Place,
+    place: ModelPlace,
     loss: Callable[[Any], Tensor],
     options: Mapping[str, Any] | None = None,
     steps: int = STEPS,
@@ -237,8 +237,8 @@ def dry_run(
     ``UsageError`` if the model or the loss asks for values that only data has.
     """
     began = time.perf_counter()
-    ledger = Ledger(grain=place.grain or (CUDA_GRAIN if place.apart else 1))
-    recorder = Recorder(place.apart, lambda each: ledger.kind_of(each).startswith(_HOST_SIDE), lambda: ledger.phase)
+    ledger = MemoryLedger(grain=place.grain or (CUDA_GRAIN if place.apart else 1))
+    recorder = TapeRecorder(place.apart, lambda each: ledger.kind_of(each).startswith(_HOST_SIDE), lambda: ledger.phase)
     wire = SilentWire(place.ranks, recorder, host_waits=not place.apart)
     with ExitStack() as last:
         last.enter_context(_as_always())
@@ -291,14 +291,14 @@ def _close(engine: Engine) -> None:
         engine.close()
 
 
-def _prepare(ledger: Ledger, engine: Engine) -> None:
+def _prepare(ledger: MemoryLedger, engine: Engine) -> None:
     engine._core.step_state.writes.compare_nothing()
     _name_kept(ledger, engine)
     _tell_units(ledger, engine.module)
 
 
 def _look_forward(
-    engine: Engine, ledger: Ledger, batch: Callable[[], Mapping[str, Any]], loss: Callable[[Any], Tensor]
+    engine: Engine, ledger: MemoryLedger, batch: Callable[[], Mapping[str, Any]], loss: Callable[[Any], Tensor]
 ) -> None:
     ledger.begin(FORWARD)
     loss(engine(**batch()))
@@ -313,7 +313,7 @@ _UNNAMED = {INITIALIZE: MODEL, FORWARD: ACTIVATIONS, BACKWARD: ACTIVATIONS, STEP
 
 
 def _train(
-    engine: Engine, ledger: Ledger, batch: Callable[[], Mapping[str, Any]], loss: Callable[[Any], Tensor]
+    engine: Engine, ledger: MemoryLedger, batch: Callable[[], Mapping[str, Any]], loss: Callable[[Any], Tensor]
 ) -> None:
     for _ in range(engine.gradient_accumulation_steps()):
         ledger.begin(FORWARD)
@@ -326,7 +326,7 @@ def _train(
     _name_kept(ledger, engine)
 
 
-def _tell_units(ledger: Ledger, model: nn.Module) -> None:
+def _tell_units(ledger: MemoryLedger, model: nn.Module) -> None:
     """Let the ledger know, from now on, which block of ``model`` computes.
 
     The backward of a block begins when its output gets a gradient. Anything after the last block in forward, or before
@@ -357,7 +357,7 @@ def _tell_units(ledger: Ledger, model: nn.Module) -> None:
         hook(block, name)
 
 
-def _name_kept(ledger: Ledger, engine: Engine) -> None:
+def _name_kept(ledger: MemoryLedger, engine: Engine) -> None:
     for what, tier, tensor in engine._core.kept():
         ledger.name(
             tensor, what if tier == "device" or not engine._core.mesh.platform.has_own_memory else _HOST_SIDE + what
@@ -433,7 +433,7 @@ def _told() -> Iterator[None]:
         ) from error
 
 
-def bytes_by_kind(moment: Moment) -> Counter[str]:
+def bytes_by_kind(moment: MemoryMoment) -> Counter[str]:
     """Return the bytes of a moment by kind, as named in ``KINDS``."""
     found: Counter[str] = Counter()
     for kind, size in moment.alive.items():

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import nn
 
-from shardengine.planner.ledger import Moment
+from shardengine.planner.ledger import MemoryMoment
 
 AFTER = "after "
 """Prefix of the unit that follows a block."""
@@ -182,9 +182,9 @@ _Spot = tuple[str, str, int]
 """Phase · list and side, or the unit · number from that side."""
 
 
-def _places(moments: Sequence[Moment], layers: Layers, depth: int) -> dict[_Spot, Moment]:
+def _places(moments: Sequence[MemoryMoment], layers: Layers, depth: int) -> dict[_Spot, MemoryMoment]:
     """Return the moment with the most bytes for each place; of the layers, only those near an end have places."""
-    found: dict[_Spot, Moment] = {}
+    found: dict[_Spot, MemoryMoment] = {}
     for each in moments:
         place = _place(each, layers, depth)
         if place is not None and (place not in found or each.bytes > found[place].bytes):
@@ -192,7 +192,7 @@ def _places(moments: Sequence[Moment], layers: Layers, depth: int) -> dict[_Spot
     return found
 
 
-def _place(moment: Moment, layers: Layers, depth: int) -> _Spot | None:
+def _place(moment: MemoryMoment, layers: Layers, depth: int) -> _Spot | None:
     after = AFTER if moment.unit.startswith(AFTER) else ""
     path, _, number = moment.unit.removeprefix(after).rpartition(".")
     if path not in layers.paths or not number.isdecimal():
@@ -222,8 +222,8 @@ def line(at: tuple[int, int], values: tuple[float, float], where: int) -> float:
 
 
 def carried_on(
-    runs: tuple[Sequence[Moment], Sequence[Moment]], at: tuple[int, int], layers: Layers, depth: int
-) -> list[Moment]:
+    runs: tuple[Sequence[MemoryMoment], Sequence[MemoryMoment]], at: tuple[int, int], layers: Layers, depth: int
+) -> list[MemoryMoment]:
     """Return the moments of a run with ``depth`` layers, from those of two shorter runs (of the last step of each).
 
     Layers in the middle are left out: their bytes lie between those of the first and the last ones.
@@ -237,5 +237,5 @@ def carried_on(
             kind: max(0, round(line(at, (early.alive.get(kind, 0), late.alive.get(kind, 0)), depth))) for kind in kinds
         }
         unit = _named(place, replace(layers, count=depth))
-        found.append(Moment(late.phase, alive, unit))
+        found.append(MemoryMoment(late.phase, alive, unit))
     return found

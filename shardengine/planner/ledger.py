@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 @dataclass(frozen=True)
-class Moment:
+class MemoryMoment:
     """The storages that are alive after an event. alive: bytes by kind · unit: the part of the model; "" for none."""
 
     phase: str
@@ -52,7 +52,7 @@ Seen = Callable[[Any, Sequence[Any], Mapping[str, Any], Sequence[Tensor], Any], 
 result."""
 
 
-class Mode(TorchDispatchMode):
+class LedgerMode(TorchDispatchMode):
     """A dispatch mode that torch calls as it is."""
 
     @classmethod
@@ -61,7 +61,7 @@ class Mode(TorchDispatchMode):
         return False
 
 
-class Watch(Mode):
+class Watch(LedgerMode):
     """Inside, ``seen`` are called for each operation, which runs as usual."""
 
     def __init__(self, *seen: Seen) -> None:
@@ -81,7 +81,7 @@ class Watch(Mode):
 
 
 @dataclass(eq=False)
-class Ledger:
+class MemoryLedger:
     """Counts storages inside of a ``with`` block.
 
     phase, unit: the present ones · grain: allocations are rounded up to a multiple of so many bytes (512: CUDA's
@@ -184,12 +184,14 @@ class Ledger:
         if known.bytes:
             self._events.append((self.phase, self.unit, known.number, -known.bytes))
 
-    def moments(self, of: Callable[[str], bool], otherwise: Mapping[str, str]) -> tuple[list[Moment], Moment]:
+    def moments(
+        self, of: Callable[[str], bool], otherwise: Mapping[str, str]
+    ) -> tuple[list[MemoryMoment], MemoryMoment]:
         """Return the moment with the most bytes of each stretch of one phase and unit, in order; and the last moment.
 
         of: whether a kind counts · otherwise: phase → kind of the storages that were made in it without a name.
         """
-        found: list[Moment] = []
+        found: list[MemoryMoment] = []
         alive: Counter[str] = Counter()
         kinds = dict(self._kinds)
         place, total, most = ("", ""), 0, -1
@@ -201,11 +203,11 @@ class Ledger:
             total += size
             if (phase, unit) != place:
                 place, most = (phase, unit), -1
-                found.append(Moment(phase, {}, unit))
+                found.append(MemoryMoment(phase, {}, unit))
             if total > most:
                 most = total
-                found[-1] = Moment(phase, dict(alive), unit)
-        return found, Moment(place[0], dict(alive))
+                found[-1] = MemoryMoment(phase, dict(alive), unit)
+        return found, MemoryMoment(place[0], dict(alive))
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -226,6 +228,8 @@ def _has_bytes(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.device.type != "meta"
 
 
-def highest(moments: Sequence[Moment], phases: Sequence[str]) -> Moment:
+def highest(moments: Sequence[MemoryMoment], phases: Sequence[str]) -> MemoryMoment:
     """Return the moment of ``phases`` with the most bytes; a moment without bytes if there is none."""
-    return max((each for each in moments if each.phase in phases), key=lambda each: each.bytes, default=Moment("", {}))
+    return max(
+        (each for each in moments if each.phase in phases), key=lambda each: each.bytes, default=MemoryMoment("", {})
+    )

@@ -31,13 +31,13 @@ from shardengine.planner.dry_engine import (
     STEPS,
     WEIGHTS,
     DryRun,
-    Place,
+    ModelPlace,
     bytes_by_kind,
     dry_run,
 )
 from shardengine.planner.hardware import Hardware, show_bytes, table
 from shardengine.planner.layers import Layers, layers_of, shorter
-from shardengine.planner.ledger import Moment, highest
+from shardengine.planner.ledger import MemoryMoment, highest
 from shardengine.planner.no_values import NoValues, without_values, without_weights
 from shardengine.planner.rates import Rates
 from shardengine.planner.replay import Times, carried_times, simulate
@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Tier:
+class PlannedTier:
     """The bytes that one rank needs of one tier.
 
     peak: at most, in a step · at_peak: the peak by kind · phase: of the peak · at_rest: between steps, by kind ·
@@ -96,16 +96,16 @@ class Plan:
     rank: int
     parameters: int
     shape: tuple[int, ...]
-    device: Tier
-    host: Tier | None
-    disk: Tier | None
-    timeline: list[Moment]
+    device: PlannedTier
+    host: PlannedTier | None
+    disk: PlannedTier | None
+    timeline: list[MemoryMoment]
     seconds: float
     time: Times | None = None
     depths: tuple[int, ...] = ()
 
     @property
-    def tiers(self) -> list[Tier]:
+    def tiers(self) -> list[PlannedTier]:
         """The tiers that a rank uses."""
         return [tier for tier in (self.device, self.host, self.disk) if tier is not None]
 
@@ -263,11 +263,11 @@ class Task:
     in_slices: bool = False
 
     @property
-    def place(self) -> Place:
+    def place(self) -> ModelPlace:
         """The place of a rank in the middle."""
         where = self.where
         of_node = where.node_ranks or 0
-        return Place(
+        return ModelPlace(
             where.ranks, where.ranks // 2, where.is_gpu, where.usable_bytes,
             node_ranks=of_node, in_slices=self.in_slices or is_in_slices(self.model),
         )  # fmt: skip
@@ -304,7 +304,7 @@ class Task:
         """
         found = _plan_of(self.run_quickly(steps=0), self.where, self.place.rank, self.batch)
 
-        def kept(tier: Tier | None) -> Tier | None:
+        def kept(tier: PlannedTier | None) -> PlannedTier | None:
             if tier is None:
                 return None
             stay = {kind: tier.at_rest[kind] for kind in (WEIGHTS, STATES) if kind in tier.at_rest}
@@ -363,16 +363,16 @@ def _plan_of(run: DryRun, where: Hardware, rank: int, batch: Mapping[str, Any]) 
     shapes = next((tuple(each.shape) for each in batch.values() if isinstance(each, Tensor)), ())
     name = "GPU" if where.is_gpu else "memory"
     peak, host = run.peak, highest(run.host, (FORWARD, BACKWARD, STEP))
-    device = Tier(
+    device = PlannedTier(
         name, peak.bytes, dict(bytes_by_kind(peak)), peak.phase, dict(bytes_by_kind(run.at_rest)),
         run.peak_in(INITIALIZE).bytes, where.usable_bytes,
     )  # fmt: skip
-    on_host = Tier(
+    on_host = PlannedTier(
         "host", host.bytes, dict(bytes_by_kind(host)), host.phase, dict(bytes_by_kind(run.host_at_rest)),
         highest(run.host, (INITIALIZE,)).bytes, where.per_rank(where.host_bytes),
     )  # fmt: skip
     kept = round(run.memory["measured_disk_bytes"])
-    on_disk = Tier("disk", kept, {STATES: kept}, STEP, {STATES: kept}, kept, where.per_rank(where.disk_bytes))
+    on_disk = PlannedTier("disk", kept, {STATES: kept}, STEP, {STATES: kept}, kept, where.per_rank(where.disk_bytes))
     has_host = where.is_gpu and bool(run.host or run.host_at_rest.bytes)
     return Plan(
         where, run.config, rank, run.parameters, shapes, device, on_host if has_host else None,
@@ -380,9 +380,9 @@ def _plan_of(run: DryRun, where: Hardware, rank: int, batch: Mapping[str, Any]) 
     )  # fmt: skip
 
 
-def _of_one_step(moments: Iterable[Moment]) -> list[Moment]:
+def _of_one_step(moments: Iterable[MemoryMoment]) -> list[MemoryMoment]:
     """Return the moment with the most bytes of each phase and block, in order."""
-    found: dict[tuple[str, str], Moment] = {}
+    found: dict[tuple[str, str], MemoryMoment] = {}
     for each in moments:
         if each.bytes >= (found[each.phase, each.unit].bytes if (each.phase, each.unit) in found else 0):
             found[each.phase, each.unit] = each

@@ -12,17 +12,17 @@ from pathlib import Path
 from torch import Tensor
 
 from shardengine.offload import Extent, IORequest
-from shardengine.planner.tape import Recorder, Transfer, Wait
+from shardengine.planner.tape import TapedCopy, TapeRecorder, Wait
 
 
 class _Late(IORequest):
     """A request to a disk, which runs behind the host: only a wait completes it and returns its buffer."""
 
-    def __init__(self, recorder: Recorder, count: int, *, write: bool) -> None:
+    def __init__(self, recorder: TapeRecorder, count: int, *, write: bool) -> None:
         super().__init__(0)
         self._over = False
         self._number, self._recorder = recorder.number(), recorder
-        recorder.note(Transfer(self._number, count, write))
+        recorder.note(TapedCopy(self._number, count, write))
 
     def done(self) -> bool:
         """See ``IORequest``."""
@@ -42,7 +42,7 @@ class NoDisk:
     transfers to the tape.
     """
 
-    def __init__(self, folder: Path, map_bytes: Callable[[int], Tensor], recorder: Recorder) -> None:
+    def __init__(self, folder: Path, map_bytes: Callable[[int], Tensor], recorder: TapeRecorder) -> None:
         self.path = folder / "planned"
         self.bytes = 0
         self._map_bytes, self._recorder = map_bytes, recorder

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from shardengine import kernels
-from shardengine.planner.ledger import Mode, Seen, tensors_in
+from shardengine.planner.ledger import LedgerMode, Seen, tensors_in
 
 _NONE: Mapping[nn.Module, Any] = MappingProxyType({})
 LARGE = 1 << 20
@@ -52,7 +52,7 @@ on torch alone."""
 _MOST_FORMS = 1 << 14
 
 
-class NoValues(Mode):
+class NoValues(LedgerMode):
     """Inside, new tensors are fake if they hold floating-point numbers or are large ([Note: Without values]).
 
     seen: called for each operation. A dispatch mode for each of them would cost as much as this one.

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from shardengine.comm import GroupName, GroupSpeed
 from shardengine.planner.hardware import Hardware, Link
-from shardengine.planner.tape import Begin, Call, Copy, Transfer
+from shardengine.planner.tape import Copy, TapeBegin, TapedCall, TapedCopy
 
 A_GPU: Mapping[str, float] = {
     "bf16": 312e12, "fp16": 312e12, "fp32": 19.5e12, "fp64": 9.7e12, "memory": 2.0e12,
@@ -71,7 +71,7 @@ class Rates:
     matrix_share: float = 1.0
     memory_share: float = 1.0
     operation_s: float = 0.0
-    calls: Mapping[Call, float] = field(default_factory=dict, repr=False)
+    calls: Mapping[TapedCall, float] = field(default_factory=dict, repr=False)
     groups: Mapping[str, GroupSpeed] = field(default_factory=dict)
     node_link: Link = NODE_LINK
     link: Link = LINK
@@ -110,11 +110,11 @@ class Rates:
         """Return the bytes/s of a node's disk that each of its ranks gets."""
         return self.disk / (self.node_ranks or ranks)
 
-    def limit_of(self, call: Call) -> float:
+    def limit_of(self, call: TapedCall) -> float:
         """Return the least seconds for the call's FLOPs."""
         return call.flops / self.flops[call.dtype] if call.flops and call.dtype in self.flops else 0.0
 
-    def seconds(self, call: Call, *, on_host: bool = False) -> float:
+    def seconds(self, call: TapedCall, *, on_host: bool = False) -> float:
         """Return the seconds of an operation. on_host: it runs in host memory, and the device is a GPU."""
         if (measured := self.calls.get(call)) is not None:
             return measured
@@ -123,7 +123,7 @@ class Rates:
         products = self.limit_of(call) / self.matrix_share
         return max(products, call.bytes / (self.memory * self.memory_share), self.operation_s)
 
-    def collective(self, begun: Begin, members: Sequence[int]) -> Speed:
+    def collective(self, begun: TapeBegin, members: Sequence[int]) -> Speed:
         """Return the time of a collective by itself, and the link that it occupies."""
         if begun.group == GroupName.CONTROL:
             return Speed(CONTROL, self.exchange_s, 0.0)
@@ -144,7 +144,7 @@ class Rates:
         """Return the seconds of a copy."""
         return copied.bytes / self.copies
 
-    def transfer(self, moved: Transfer, ranks: int) -> float:
+    def transfer(self, moved: TapedCopy, ranks: int) -> float:
         """Return the seconds of a disk transfer, while all ranks of the node transfer."""
         return moved.bytes / self.per_rank_disk(ranks)
 

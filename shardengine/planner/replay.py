@@ -39,10 +39,10 @@ from shardengine.planner.rates import (
     TO_HOST,
     Rates,
 )  # fmt: skip
-from shardengine.planner.tape import Begin, Compute, Copy, Current, Mark, Phase, Tape, Transfer, Wait
+from shardengine.planner.tape import Compute, Copy, Current, Mark, Tape, TapeBegin, TapedCopy, TapePhase, Wait
 
 
-class Part(NamedTuple):
+class ReplayPart(NamedTuple):
     """A part of a step.
 
     busy: seconds that it runs · exposed: seconds that the computation stands still for it; for the computation itself,
@@ -55,7 +55,7 @@ class Part(NamedTuple):
     limit: float
 
 
-class Span(NamedTuple):
+class TimeSpan(NamedTuple):
     """Work from start to end in a lane, which has the name of a part."""
 
     lane: str
@@ -74,9 +74,9 @@ class Times:
     """
 
     seconds: float
-    parts: Sequence[Part]
+    parts: Sequence[ReplayPart]
     phases: Mapping[str, float]
-    timeline: Sequence[Span]
+    timeline: Sequence[TimeSpan]
     unknown: Mapping[str, int]
     assumed: Sequence[str] = ()
 
@@ -85,16 +85,16 @@ class Times:
         """A lower bound for any schedule of this work: the slowest part at its limit."""
         return max(part.limit for part in self.parts)
 
-    def part(self, name: str) -> Part:
+    def part(self, name: str) -> ReplayPart:
         """Return the part of that name; zeros if it never runs."""
-        return next((part for part in self.parts if part.name == name), Part(name, 0.0, 0.0, 0.0))
+        return next((part for part in self.parts if part.name == name), ReplayPart(name, 0.0, 0.0, 0.0))
 
     def with_more(self, one: Times, count: int) -> Times:
         """Return the times of a step with ``count`` further micro-batches, each as ``one``. The timeline stays."""
 
-        def longer(part: Part) -> Part:
+        def longer(part: ReplayPart) -> ReplayPart:
             more = one.part(part.name)
-            return Part(part.name, *(had + count * each for had, each in zip(part[1:], more[1:], strict=True)))
+            return ReplayPart(part.name, *(had + count * each for had, each in zip(part[1:], more[1:], strict=True)))
 
         parts = [longer(each) for each in self.parts]
         phases = {name: seconds + count * one.phases.get(name, 0.0) for name, seconds in self.phases.items()}
@@ -134,7 +134,7 @@ def carried_times(known: Sequence[Times], depths: Sequence[int], layers: int) ->
         return max(0.0, after + (after - before) * more)
 
     parts = [
-        Part(
+        ReplayPart(
             part.name, *(line(before, after) for before, after in zip(early.part(part.name)[1:], part[1:], strict=True))
         )
         for part in late.parts
@@ -154,21 +154,21 @@ class _Run:
         self._current: int | None = None
         self._free: dict[str, float] = {}
         """The times at which groups, links and the disk become free."""
-        self._under_way: dict[int, Span] = {}
+        self._under_way: dict[int, TimeSpan] = {}
         self._takes: dict[int, float] = {}
         """Seconds that collectives take from the computation, if they share the CPU with it."""
         node = rates.node_ranks or ranks
         self._shared = not tape.apart and 0 < rates.cores < 2 * min(node, ranks)
-        self._timeline: list[Span] = []
-        self._of_host: list[Span] = []
+        self._timeline: list[TimeSpan] = []
+        self._of_host: list[TimeSpan] = []
         """The host's computations and waits, in order, without gaps."""
         self._exposed: defaultdict[str, float] = defaultdict(float)
         self._limits: defaultdict[str, float] = defaultdict(float)
         self._python = 0.0
         self._phase, self._phases, self._began = "", defaultdict[str, float](float), 0.0
         self._actions: dict[type, Callable[[Any], None]] = {
-            Compute: self._compute, Begin: self._begin, Copy: self._copy, Transfer: self._transfer, Mark: self._mark,
-            Wait: self._wait, Current: self._switch, Phase: self._enter,
+            Compute: self._compute, TapeBegin: self._begin, Copy: self._copy, TapedCopy: self._transfer,
+            Mark: self._mark, Wait: self._wait, Current: self._switch, TapePhase: self._enter,
         }  # fmt: skip
 
     def act(self, event: Any) -> None:
@@ -182,7 +182,7 @@ class _Run:
         lasts = self._rates.seconds(call, on_host=event.on_host)
         if event.on_host:
             self._limits[HOST_STEP] += call.bytes / self._rates.host_memory
-            self._host_goes_on(Span(HOST_STEP, self._host, self._host + lasts, call.name))
+            self._host_goes_on(TimeSpan(HOST_STEP, self._host, self._host + lasts, call.name))
             return
         self._limits[COMPUTE if self._current is None else BESIDE] += self._rates.limit_of(call)
         start = self._ready()
@@ -193,9 +193,9 @@ class _Run:
             self._python += python
             start += python
         end = self._streams[self._current] = start + lasts
-        self._show(Span(COMPUTE if self._current is None else BESIDE, start, end, call.name))
+        self._show(TimeSpan(COMPUTE if self._current is None else BESIDE, start, end, call.name))
 
-    def _begin(self, event: Begin) -> None:
+    def _begin(self, event: TapeBegin) -> None:
         speed = self._rates.collective(event, self._tape.members.get(event.group, range(self._ranks)))
         of_host = speed.link == CONTROL or not self._tape.apart
         ready = self._host_time if of_host else self._ready()
@@ -205,7 +205,7 @@ class _Run:
         end = transfers + speed.limit_s
         self._free[lane] = self._free[speed.link] = end
         self._limits[speed.link] += speed.limit_s
-        self._under_way[event.number] = self._show(Span(speed.link, end - speed.seconds, end, event.operation))
+        self._under_way[event.number] = self._show(TimeSpan(speed.link, end - speed.seconds, end, event.operation))
         if self._shared:
             self._takes[event.number] = (1 - HIDDEN_BY_CPU) * speed.seconds
         if not self._tape.apart:
@@ -224,19 +224,19 @@ class _Run:
         self._limits[lane] += lasts
         if stream is None:
             self._exposed[lane] += lasts
-        self._under_way[event.number] = self._show(Span(lane, start, start + lasts, ""))
+        self._under_way[event.number] = self._show(TimeSpan(lane, start, start + lasts, ""))
 
-    def _transfer(self, event: Transfer) -> None:
+    def _transfer(self, event: TapedCopy) -> None:
         lasts = self._rates.transfer(event, self._ranks)
         start = max(self._host_time, self._free.get(DISK, 0.0))
         self._free[DISK] = start + lasts
         self._limits[DISK] += lasts
         name = "write" if event.write else "read"
-        self._under_way[event.number] = self._show(Span(DISK, start, start + lasts, name))
+        self._under_way[event.number] = self._show(TimeSpan(DISK, start, start + lasts, name))
 
     def _mark(self, event: Mark) -> None:
         now = self._ready()
-        self._under_way[event.number] = Span(COMPUTE if self._current is None else BESIDE, now, now, "")
+        self._under_way[event.number] = TimeSpan(COMPUTE if self._current is None else BESIDE, now, now, "")
 
     # Waits
 
@@ -254,13 +254,13 @@ class _Run:
             if self._current is None:
                 self._blame(before, awaited.end, awaited)
 
-    def _stand_still(self, awaited: Span, taken: float) -> None:
+    def _stand_still(self, awaited: TimeSpan, taken: float) -> None:
         """Let the CPU wait for ``awaited``, after the ``taken`` seconds that it may have worked for it."""
         before = self._streams[None]
         self._streams[None] = max(before + taken, awaited.end)
         self._exposed[awaited.lane] += self._streams[None] - before
 
-    def _host_goes_on(self, span: Span) -> None:
+    def _host_goes_on(self, span: TimeSpan) -> None:
         self._of_host.append(span)
         self._host = span.end
         if span.lane == HOST_STEP:
@@ -269,7 +269,7 @@ class _Run:
     def _switch(self, event: Current) -> None:
         self._current = event.stream
 
-    def _enter(self, event: Phase) -> None:
+    def _enter(self, event: TapePhase) -> None:
         now = self._streams[None]
         self._phases[self._phase] += now - self._began
         self._phase, self._began = event.name, now
@@ -284,11 +284,11 @@ class _Run:
 
     # Results
 
-    def _show(self, span: Span) -> Span:
+    def _show(self, span: TimeSpan) -> TimeSpan:
         self._timeline.append(span)
         return span
 
-    def _blame(self, begin: float, end: float, awaited: Span | None = None) -> None:
+    def _blame(self, begin: float, end: float, awaited: TimeSpan | None = None) -> None:
         """Account for the computation's pause from ``begin`` to ``end``.
 
         The time that ``awaited`` runs counts for it, and the time before for the host's work.
@@ -322,14 +322,14 @@ class _Run:
             self._blame(now, end, last)
         else:
             self._blame(now, end)
-        self._enter(Phase(""))
+        self._enter(TapePhase(""))
         busy: defaultdict[str, float] = defaultdict(float)
         for span in self._timeline:
             busy[span.lane] += span.end - span.start
         self._exposed[COMPUTE] += busy[COMPUTE]
         if self._python:
             busy[PYTHON] = self._exposed[PYTHON] = self._python
-        parts = [Part(name, busy[name], self._exposed[name], self._limits[name]) for name in self._lanes(busy)]
+        parts = [ReplayPart(name, busy[name], self._exposed[name], self._limits[name]) for name in self._lanes(busy)]
         phases = {name: seconds for name, seconds in self._phases.items() if name}
         return Times(end, parts, phases, self._timeline, dict(self._tape.unknown), self._assumed(busy))
 

@@ -27,7 +27,7 @@ _READ = torch.ops.aten._local_scalar_dense.default
 
 
 @dataclass(frozen=True)
-class Call:
+class TapedCall:
     """An operation with its shapes.
 
     form: distinguishes it from others of its name · dtype: of its first floating-point tensor; "" for none · bytes:
@@ -64,7 +64,7 @@ class Compute(NamedTuple):
     before: int = 0
 
 
-class Begin(NamedTuple):
+class TapeBegin(NamedTuple):
     """The start of a collective. number: to wait for it · bytes: as in ``Issued``."""
 
     number: int
@@ -87,7 +87,7 @@ class Copy(NamedTuple):
     after: tuple[int, ...] | None
 
 
-class Transfer(NamedTuple):
+class TapedCopy(NamedTuple):
     """The start of a disk transfer."""
 
     number: int
@@ -114,13 +114,13 @@ class Current(NamedTuple):
     stream: int | None
 
 
-class Phase(NamedTuple):
+class TapePhase(NamedTuple):
     """A phase begins."""
 
     name: str
 
 
-Event = Compute | Begin | Copy | Transfer | Mark | Wait | Current | Phase
+Event = Compute | TapeBegin | Copy | TapedCopy | Mark | Wait | Current | TapePhase
 
 
 @dataclass
@@ -133,11 +133,11 @@ class Tape:
     apart: bool
     """The device is a GPU, and the host runs beside it."""
     events: list[Event] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
+    calls: list[TapedCall] = field(default_factory=list)
     unknown: Counter[str] = field(default_factory=Counter)
     members: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
-    def computed(self, *, on_host: bool | None = None) -> Iterator[Call]:
+    def computed(self, *, on_host: bool | None = None) -> Iterator[TapedCall]:
         """Yield the call of each operation, in order. on_host: only those of one side."""
         for event in self.events:
             if isinstance(event, Compute) and on_host in (None, event.on_host):
@@ -153,18 +153,18 @@ class Tape:
 
     def first_micro_batch(self) -> Tape:
         """Return the events before the first phase begins again."""
-        phases = [(place, event.name) for place, event in enumerate(self.events) if isinstance(event, Phase)]
+        phases = [(place, event.name) for place, event in enumerate(self.events) if isinstance(event, TapePhase)]
         again = next((place for place, name in phases[1:] if name == phases[0][1]), len(self.events))
         found = replace(self, events=self.events[:again], unknown=Counter())
         found.unknown.update(call.name for call in found.computed() if call.name in self.unknown)
         return found
 
-    def begun(self) -> Iterator[Begin]:
+    def begun(self) -> Iterator[TapeBegin]:
         """Return the starts of collectives, in order."""
-        return (event for event in self.events if isinstance(event, Begin))
+        return (event for event in self.events if isinstance(event, TapeBegin))
 
 
-class Recorder:
+class TapeRecorder:
     """Records a tape between ``start`` and ``stop``.
 
     is_host: whether a tensor is in host memory, if the device is a GPU · phase: returns the present phase.
@@ -215,7 +215,7 @@ class Recorder:
             return
         if (phase := self._phase()) != self._of_phase:
             self._of_phase = phase
-            self.tape.events.append(Phase(phase))
+            self.tape.events.append(TapePhase(phase))
         self.tape.events.append(event)
 
     def saw(
@@ -254,7 +254,7 @@ class Recorder:
         form = (func, *_form((args, kwargs)))
         if (known := self._known.get(form)) is None:
             flops = costs.flops(func, args, kwargs, result)
-            made = Call(
+            made = TapedCall(
                 costs.name_of(func), form[1:], _dtype(tensors), flops or 0,
                 costs.bytes_moved(func, args, kwargs, result), example=(func, _shapes((args, dict(kwargs)))),
             )  # fmt: skip
@@ -274,11 +274,11 @@ class Recorder:
         bytes_ = costs.bytes_of_kernel(name, given, result)
         form = (name, bytes_, *_form(dict(given)))
         if (known := self._known.get(form)) is None:
-            made = Call(name, form[1:], _dtype(tensors), 0, bytes_, True, (name, _shapes(dict(given))))
+            made = TapedCall(name, form[1:], _dtype(tensors), 0, bytes_, True, (name, _shapes(dict(given))))
             known = self._known[form] = self._add(made)
         self.note(Compute(known, self._apart and any(map(self._is_host, tensors))))
 
-    def _add(self, made: Call) -> int:
+    def _add(self, made: TapedCall) -> int:
         self.tape.calls.append(made)
         return len(self.tape.calls) - 1
 

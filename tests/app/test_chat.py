@@ -25,8 +25,8 @@ CONVERSATIONS = [
 ]
 
 
-def row(messages: list[dict[str, Any]], **more: Any) -> jsonl.Row:
-    return jsonl.Row(1, None, "", messages, **more)
+def row(messages: list[dict[str, Any]], **more: Any) -> jsonl.JsonRow:
+    return jsonl.JsonRow(1, None, "", messages, **more)
 
 
 def learnt(tokenizer: Any, messages: list[dict[str, Any]]) -> list[str]:
@@ -75,7 +75,7 @@ def test_calls_of_tools_need_no_content(tmp_path: Path):
     tools = [{"type": "function", "function": {"name": "now", "description": "the time", "parameters": {}}}]
     path = write(tmp_path, {"messages": [*turns("Time?"), call], "tools": tools, "id": 7})
     (found,) = jsonl.read(path)
-    assert found == jsonl.Row(1, None, "", [*turns("Time?"), call], tools)
+    assert found == jsonl.JsonRow(1, None, "", [*turns("Time?"), call], tools)
     template = (
         "{% if tools %}{{ tools[0].function.name }}{% endif %}{% for m in messages %}<|{{ m.role }}|>"
         "{{ m.content if 'content' in m else m.tool_calls[0].function.name }}</s>{% endfor %}"
@@ -154,7 +154,7 @@ def test_a_token_that_holds_the_header_and_the_answer_is_refused():
 # Rows
 
 
-def blocks(path: Path, length: int, **how: Any) -> data.Blocks:
+def blocks(path: Path, length: int, **how: Any) -> data.TokenBlocks:
     tokenizer = make_tokenizer(MARKED)
     encode = lambda text: tokenizer(text)["input_ids"]  # noqa: E731
     return reading.load_blocks(str(path), encode, length, 1, [], Chat(tokenizer).encode, reading.How(**how))

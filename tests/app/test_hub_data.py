@@ -43,11 +43,11 @@ def test_names_are_told_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_the_form_that_is_learnt_best_is_taken(hub: dict[Any, Any]) -> None:
     hub["a/b", "train"] = [{"prompt": "hm?", "messages": CHAT, "id": 1}, {"prompt": "hm?", "messages": CHAT, "id": 2}]
-    assert hub_data.read("a/b") == [jsonl.Row(1, None, "", CHAT, None), jsonl.Row(2, None, "", CHAT, None)]
+    assert hub_data.read("a/b") == [jsonl.JsonRow(1, None, "", CHAT, None), jsonl.JsonRow(2, None, "", CHAT, None)]
     hub["a/b", "test"] = [{"prompt": "one", "completion": "two", "text": "three"}]
-    assert hub_data.read("a/b:test") == [jsonl.Row(1, "one", "two")]
+    assert hub_data.read("a/b:test") == [jsonl.JsonRow(1, "one", "two")]
     hub["a/b/raw", "train"] = [{"text": "words"}]
-    assert hub_data.read("a/b/raw") == [jsonl.Row(1, None, "words")]
+    assert hub_data.read("a/b/raw") == [jsonl.JsonRow(1, None, "words")]
     hub["a/t", "train"] = [{"text": f"{number} words"} for number in range(40)]
     blocks = reading.load_blocks("a/t", lambda text: list(text.encode()), 4, end=0)
     assert len(blocks.training) > 20

@@ -97,10 +97,10 @@ def test_what_is_read(tmp_path: Path):
     path = tmp_path / "data.JSONL"
     text = '\ufeff{"text": "one\\ntwo", "id": 1}\r\n\n{"text": "a\u2028b"}'  # a BOM, Windows' ends, a line separator
     path.write_bytes(text.encode())
-    assert jsonl.read(str(path)) == [jsonl.Row(1, None, "one\ntwo"), jsonl.Row(3, None, "a\u2028b")]
+    assert jsonl.read(str(path)) == [jsonl.JsonRow(1, None, "one\ntwo"), jsonl.JsonRow(3, None, "a\u2028b")]
     assert jsonl.is_jsonl(str(path))
     assert not jsonl.is_jsonl("builtin:pydoc")
-    assert jsonl.read(write(tmp_path, {"prompt": "", "completion": "c"})) == [jsonl.Row(1, "", "c")]
+    assert jsonl.read(write(tmp_path, {"prompt": "", "completion": "c"})) == [jsonl.JsonRow(1, "", "c")]
 
 
 def test_the_command_finds_a_bad_line_before_ranks_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shardengine.app import report
-from shardengine.app.report import Progress, Report
+from shardengine.app.report import Progress, RunReport
 
 
 def test_the_time_that_is_left_follows_from_steps_and_not_from_the_start(
@@ -25,7 +25,7 @@ def test_the_time_that_is_left_follows_from_steps_and_not_from_the_start(
     engine: Any = SimpleNamespace(get_global_grad_norm=lambda: 1.0, get_loss_scale=lambda: 1, skipped_steps=0)
     engine.device = torch.device("cpu")
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "loss": 2.0}\n', encoding="utf-8")
-    out = Report(settings, steps=11, every=1, enabled=True)
+    out = RunReport(settings, steps=11, every=1, enabled=True)
     out._continue(0)
     now[0] = 100.0
     for step in range(1, 11):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shardengine import Choice, Hardware, Plan, choose, load_config, plan
 from shardengine.errors import ConfigError, UsageError
 from shardengine.planner import Rates, columns_of, memory_plan, show_bytes, table_of
-from shardengine.planner.choice import Candidate, Row, _Search, _settled, global_batch
+from shardengine.planner.choice import ChoiceRow, ConfigCandidate, _Search, _settled, global_batch
 from shardengine.planner.hardware import RESERVED
 
 WIDTH = 64
@@ -84,7 +84,7 @@ def small() -> Choice:
 
 def test_the_first_is_the_fastest_by_plans_of_their_own(large: Choice) -> None:
     assert large.config is not None and large.plan is not None
-    every = [Candidate(stage, again=again, samples=2)
+    every = [ConfigCandidate(stage, again=again, samples=2)
              for stage in range(4) for again in (False, True)]  # fmt: skip
     speeds = {each: speed(planned(each.config(BASE, 2), LARGE)) for each in every}
     first = large.rows[0]
@@ -97,8 +97,8 @@ def test_the_first_is_the_fastest_by_plans_of_their_own(large: Choice) -> None:
 
 
 def test_no_row_does_not_fit(small: Choice) -> None:
-    assert not planned(Candidate(0).config(BASE, 1), SMALL).fits
-    on_host = Candidate(0, "states on the host", samples=2)
+    assert not planned(ConfigCandidate(0).config(BASE, 1), SMALL).fits
+    on_host = ConfigCandidate(0, "states on the host", samples=2)
     assert not planned(on_host.config(BASE, 1), SMALL).fits and on_host not in {row.candidate for row in small.rows}
     assert replace(on_host, samples=1) in {row.candidate for row in small.rows}
     for row in small.rows[:4]:
@@ -141,7 +141,7 @@ def test_no_part_that_is_left_out_is_faster(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("place", ["device", "states on the host", "all on the host", "all on the disk"])
 def test_what_is_kept_alone_is_what_a_plan_finds_at_rest_and_no_more_than_a_step_needs(place: str) -> None:
     base = {**BASE, "zero_optimization": {"offload_optimizer": {"device": "none", "nvme_path": "here"}}}
-    config, where = Candidate(3, place).config(base, 2), gpus(10**9, host_bytes=10**10, disk_bytes=10**10)
+    config, where = ConfigCandidate(3, place).config(base, 2), gpus(10**9, host_bytes=10**10, disk_bytes=10**10)
     batch = {"x": torch.zeros(1, 32, WIDTH)}
     task = memory_plan.Task(Net(), batch, load_config(config).resolve_batch(2), where, lambda loss: loss, {})
     kept, whole = task.plan_of_kept(), planned(config, where)
@@ -162,7 +162,7 @@ def test_a_part_of_the_states_is_planned_with_all_layers(ratio: float) -> None:
             self.blocks = nn.ModuleList(copy.deepcopy(self.blocks[0]) for _ in range(24))
 
     where, batch = gpus(10**9, 1, host_bytes=10**10), {"x": torch.zeros(1, 32, WIDTH)}
-    config = Candidate(0, "states on the host", part=ratio).config(BASE, 1)
+    config = ConfigCandidate(0, "states on the host", part=ratio).config(BASE, 1)
     task = memory_plan.Task(Deep(), batch, load_config(config).resolve_batch(1), where, lambda loss: loss, {})
     quick, whole = task.plan(task.run_quickly(), None), plan(Deep(), config, where, batch=batch, exact=True)
     assert (quick.device.peak, quick.host and quick.host.peak) == (whole.device.peak, whole.host and whole.host.peak)
@@ -196,7 +196,7 @@ def test_the_disk_is_for_what_no_memory_holds() -> None:
         assert bool(said) == (hardware.disk_bytes is not None and not is_tried)
         tried.discard("on the disk")
         assert tried == (on_disk if is_tried else set())
-    config = Candidate(3, "all on the disk").config(named, 1)
+    config = ConfigCandidate(3, "all on the disk").config(named, 1)
     assert config["zero_optimization"]["offload_param"] == {"device": "nvme", "nvme_path": "here"}
     fitting = planned(config, gpus(10**8, 1, disk_bytes=10**9))
     assert fitting.fits and fitting.disk is not None
@@ -252,14 +252,14 @@ def test_what_the_engine_refuses_is_refused_in_its_words() -> None:
 def test_a_global_batch_stays(said: dict[str, int], whole: int | None) -> None:
     base = {**{key: value for key, value in BASE.items() if key != "train_batch_size"}, **said}
     assert global_batch(base, 2) == whole
-    found = load_config(Candidate(2, samples=4).config(base, 2)).resolve_batch(2)
+    found = load_config(ConfigCandidate(2, samples=4).config(base, 2)).resolve_batch(2)
     assert found.train_batch_size == (whole or 2 * 4)
     assert found.train_micro_batch_size_per_gpu == 4
 
 
 def test_accumulation_without_a_batch_stays() -> None:
     base = {key: value for key, value in BASE.items() if key != "train_batch_size"}
-    found = Candidate(2, samples=4).config({**base, "gradient_accumulation_steps": 2.0}, 2)
+    found = ConfigCandidate(2, samples=4).config({**base, "gradient_accumulation_steps": 2.0}, 2)
     assert load_config(found).resolve_batch(2).train_batch_size == 2 * 2 * 4
 
 
@@ -270,9 +270,9 @@ def test_what_is_wrong_with_a_config_is_told_as_always(zero: Any) -> None:
 
 
 def test_nearly_as_fast_is_as_fast_where_a_run_decides() -> None:
-    def row(stage: int, samples: int, speed: float) -> Row:
+    def row(stage: int, samples: int, speed: float) -> ChoiceRow:
         config = SimpleNamespace(zero_optimization=SimpleNamespace(stage=stage), train_micro_batch_size_per_gpu=samples)
-        return Row(Candidate(stage, samples=samples), SimpleNamespace(config=config), speed)  # type: ignore[arg-type]
+        return ChoiceRow(ConfigCandidate(stage, samples=samples), SimpleNamespace(config=config), speed)  # type: ignore[arg-type]
 
     rows = [row(3, 8, 100.0), row(2, 8, 99.0), row(2, 4, 96.0), row(0, 8, 94.0), row(1, 1, 50.0)]
     found = [(each.candidate.stage, each.samples) for each in _settled(rows)]
@@ -289,7 +289,7 @@ def test_micro_batches_divide_the_global_batch(large: Choice) -> None:
 @pytest.mark.parametrize("again", [False, True])
 def test_what_the_user_said_stays(place: str, again: bool) -> None:
     before = copy.deepcopy(BASE)
-    found = Candidate(3, place, again, samples=2).config(BASE, 2)
+    found = ConfigCandidate(3, place, again, samples=2).config(BASE, 2)
     assert before == BASE, "the caller's own"
     read, base = load_config(found), load_config(BASE)
     for name in ("optimizer", "gradient_clipping", "bf16", "train_batch_size", "seed"):
@@ -346,7 +346,7 @@ def test_what_is_needed_where_nothing_fits_is_true() -> None:
     assert [sentence.partition(":")[0] for sentence in needed] == [
         "it would fit with 4 ranks", "it would fit with states of 8 bits (data_types.optimizer_state_dtype)"
     ]  # fmt: skip
-    candidate = Candidate(3, "states on the host")
+    candidate = ConfigCandidate(3, "states on the host")
     assert not planned(candidate.config(BASE, 1), of(1)).fits
     assert not planned(candidate.config(BASE, 2), of(2)).fits
     assert planned(candidate.config(BASE, 4), of(4)).fits

@@ -14,7 +14,7 @@ from benchmarks.plan_cases import Text, words
 from shardengine import Hardware, Plan, plan
 from shardengine.planner import Rates, memory_plan
 from shardengine.planner.layers import Layers, carried_on, layers_of
-from shardengine.planner.ledger import Moment
+from shardengine.planner.ledger import MemoryMoment
 from shardengine.planner.memory_plan import Task
 
 DEEP, VOCABULARY, TOKENS = 14, 512, 256
@@ -118,9 +118,9 @@ def test_the_moment_of_the_peak_may_be_another_one_in_a_deep_model() -> None:
     """Each moment is a line of its own: what is 50 + 10 a layer overtakes what is 200 + 1 a layer."""
     layers = Layers(("h",), 0, 100, 1)
 
-    def run(depth: int) -> list[Moment]:
-        ends = [Moment("forward", {"kept": 10 * (place + 1)}, f"h.{place}") for place in range(depth)]
-        return [*ends, Moment("backward", {"kept": 200 + depth}), Moment("step", {"kept": 50 + 10 * depth})]
+    def run(depth: int) -> list[MemoryMoment]:
+        ends = [MemoryMoment("forward", {"kept": 10 * (place + 1)}, f"h.{place}") for place in range(depth)]
+        return [*ends, MemoryMoment("backward", {"kept": 200 + depth}), MemoryMoment("step", {"kept": 50 + 10 * depth})]
 
     found = carried_on((run(4), run(8)), (4, 8), layers, 100)
     bytes_ = {(each.phase, each.unit): each.bytes for each in found}
@@ -149,7 +149,7 @@ def test_layers_that_differ_run_all() -> None:
 
 def test_a_list_that_is_the_model_itself_has_names_as_torch_gives_them() -> None:
     layers = Layers(("",), 0, 10, 1)
-    runs = [[Moment("forward", {}, "0"), Moment("forward", {}, f"after {depth - 1}")] for depth in (2, 4)]
+    runs = [[MemoryMoment("forward", {}, "0"), MemoryMoment("forward", {}, f"after {depth - 1}")] for depth in (2, 4)]
     found = carried_on((runs[0], runs[1]), (2, 4), layers, 10)
     assert [each.unit for each in found] == ["0", "after 9"]
 

@@ -18,7 +18,7 @@ from benchmarks.plan import loss_of, measured, planned, rank_of
 from benchmarks.plan_cases import BOTH, DISK, STATES, Architecture, Case, Text, words
 from shardengine.errors import UsageError
 from shardengine.kernels import Spans
-from shardengine.planner import DryRun, Place, dry_run, without_weights
+from shardengine.planner import DryRun, ModelPlace, dry_run, without_weights
 from shardengine.planner.dry_engine import FORWARD, INITIALIZE, STEP, bytes_by_kind
 from shardengine.planner.ledger import Watch
 from tests.support.forks import Forks
@@ -112,7 +112,7 @@ def test_real_ranks_take_what_a_dry_run_says(forks: Forks, name: str) -> None:
 
 
 def run(make: Callable[[Any], nn.Module], case: Case) -> DryRun:
-    return dry_run(make, _words, case.config(), Place(2, 1, apart=False), loss_of)
+    return dry_run(make, _words, case.config(), ModelPlace(2, 1, apart=False), loss_of)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -164,7 +164,9 @@ def test_an_operation_that_does_not_say_its_shape_is_refused_in_a_sentence() -> 
 
     def plan(make: Callable[[], nn.Module]) -> DryRun:
         case = Case("", 2, "2")
-        return dry_run(lambda _: make(), lambda: {"x": torch.ones(2, 4)}, case.config(), Place(2, 1), lambda loss: loss)
+        return dry_run(
+            lambda _: make(), lambda: {"x": torch.ones(2, 4)}, case.config(), ModelPlace(2, 1), lambda loss: loss
+        )
 
     with pytest.raises(UsageError, match=r"without values \(RuntimeError: .*twice.*\): expected .*register_fake"):
         plan(Twice)

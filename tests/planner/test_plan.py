@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import shardengine
 from shardengine import Hardware, Plan, plan
 from shardengine.errors import UsageError
-from shardengine.planner import Ledger, Place, SilentWire, dry_run, without_values, without_weights
+from shardengine.planner import MemoryLedger, ModelPlace, SilentWire, dry_run, without_values, without_weights
 from tests.dry.runs import TIERS, Case, Net
 from tests.dry.test_ratio_auto import Alive
 from tests.support.dry_run import META, Border, DryPlatform, Log, dry_mesh
@@ -218,7 +218,7 @@ def test_what_cannot_be_planned_is_told() -> None:
 
 
 def saved_bytes(on_gpu: bool, use: Any) -> int:
-    with without_values(on_gpu=on_gpu), Ledger() as ledger:
+    with without_values(on_gpu=on_gpu), MemoryLedger() as ledger:
         x = torch.empty(2, 4, 64, 32, requires_grad=True)
         before = sum(event[-1] for event in ledger._events)
         y = use(x)
@@ -314,7 +314,7 @@ def test_a_device_apart_has_what_the_meta_device_has(stage: str, tier: str, tmp_
         on_meta, rests = alive.peak, alive.bytes_now()
         engine.close()
     found = dry_run(
-        lambda mode: without_weights(Net(), mode), lambda: {"x": torch.zeros(5, 8)}, config, Place(4, 3, grain=1),
+        lambda mode: without_weights(Net(), mode), lambda: {"x": torch.zeros(5, 8)}, config, ModelPlace(4, 3, grain=1),
         lambda y: y.float().square().mean(),
     )  # fmt: skip
     assert found.at_rest.bytes == pytest.approx(rests, rel=0.002)

@@ -19,7 +19,7 @@ from shardengine.budget import HIDDEN_BY_CPU
 from shardengine.comm import GroupSpeed
 from shardengine.errors import UsageError
 from shardengine.kernels import Spans
-from shardengine.planner import DryRun, Link, Part, Place, Rates, Tape, Times, dry_run, measured, simulate
+from shardengine.planner import DryRun, Link, ModelPlace, Rates, ReplayPart, Tape, Times, dry_run, measured, simulate
 from shardengine.planner.calibration import timed
 from shardengine.planner.rates import (
     A_GPU,
@@ -34,7 +34,7 @@ from shardengine.planner.rates import (
     TO_DEVICE,
     TO_HOST,
 )
-from shardengine.planner.tape import Begin, Call, Compute, Copy, Current, Mark, Phase, Transfer, Wait
+from shardengine.planner.tape import Compute, Copy, Current, Mark, TapeBegin, TapedCall, TapedCopy, TapePhase, Wait
 
 # Tapes by hand: an operation of n FLOPs takes n seconds, a byte over the links of a node 1 s (4 ranks: of 4 bytes an
 # all-gather sends 3), between nodes 10 s, a copied byte 2 s, one of the disk 5 s and of the host's memory 1 s.
@@ -48,7 +48,7 @@ RATES = Rates(
 
 def op(tape: Tape, seconds: int, *, on_host: bool = False) -> Compute:
     """An operation that takes so long."""
-    tape.calls.append(Call("mm", (len(tape.calls),), "fp32", seconds, seconds))
+    tape.calls.append(TapedCall("mm", (len(tape.calls),), "fp32", seconds, seconds))
     return Compute(len(tape.calls) - 1, on_host)
 
 
@@ -62,22 +62,22 @@ def replayed(*events: Any, apart: bool = True, rates: Rates = RATES, members: Ma
     return found
 
 
-def gather(number: int, sent: int, group: str = "gather") -> Begin:
+def gather(number: int, sent: int, group: str = "gather") -> TapeBegin:
     """Of which a rank sends so many bytes to three others."""
-    return Begin(number, "all_gather", group, sent * 4 // 3)
+    return TapeBegin(number, "all_gather", group, sent * 4 // 3)
 
 
 def test_a_collective_is_hidden_by_what_is_computed_meanwhile() -> None:
     found = replayed(2, gather(1, 3), 5, Wait(1, False), 1)
     assert found.seconds == 2 + 5 + 1
-    assert found.part(NODE) == Part(NODE, 3 + LATENCY, 0.0, 3.0) and found.bound == 8
+    assert found.part(NODE) == ReplayPart(NODE, 3 + LATENCY, 0.0, 3.0) and found.bound == 8
 
 
 def test_what_is_not_hidden_is_exposed() -> None:
     found = replayed(2, gather(1, 6), 4, Wait(1, False), 1)
     assert found.seconds == 2 + 6 + LATENCY + 1
     assert found.part(NODE).exposed == 6 + LATENCY - 4
-    assert found.part(COMPUTE) == Part(COMPUTE, 7.0, 7.0, 7.0)
+    assert found.part(COMPUTE) == ReplayPart(COMPUTE, 7.0, 7.0, 7.0)
 
 
 def test_a_collective_begins_behind_the_computation_and_not_where_it_is_waited_for() -> None:
@@ -98,8 +98,8 @@ def test_collectives_of_a_group_follow_each_other_and_groups_share_links() -> No
     two = replayed(gather(1, 3), gather(2, 3, "reduce"), Wait(2, False))
     assert two.seconds == LATENCY + 3 + 3, "latencies overlap, bytes do not"
     apart = replayed(
-        gather(1, 3), Begin(2, "all_to_all", "across", 2), Wait(1, False), Wait(2, False), rates=dataclasses.replace(
-            RATES, node_ranks=4), members={"gather": range(4), "across": (0, 4)},
+        gather(1, 3), TapeBegin(2, "all_to_all", "across", 2), Wait(1, False), Wait(2, False),
+        rates=dataclasses.replace(RATES, node_ranks=4), members={"gather": range(4), "across": (0, 4)},
     )  # fmt: skip
     assert apart.seconds == LATENCY + 10 and apart.part(NETWORK).limit == 10, "half of two bytes, beside the others"
 
@@ -132,26 +132,28 @@ def test_a_gather_behind_loads_waits_for_these_and_not_for_the_computation() -> 
 
 
 def test_the_host_waits_for_the_disk_and_for_messages() -> None:
-    found = replayed(Transfer(1, 1, False), 2, Wait(1, True), -1, Transfer(2, 1, True))
+    found = replayed(TapedCopy(1, 1, False), 2, Wait(1, True), -1, TapedCopy(2, 1, True))
     assert found.seconds == 5 * 4 + 1 + 5 * 4, "4 ranks share it"
-    assert found.part(DISK) == Part(DISK, 40, 40 - 2, 40)
-    said = replayed(3, Mark(1), Wait(1, True), Begin(2, "all_gather", "control", 8), Wait(2, True), 1)
+    assert found.part(DISK) == ReplayPart(DISK, 40, 40 - 2, 40)
+    said = replayed(3, Mark(1), Wait(1, True), TapeBegin(2, "all_gather", "control", 8), Wait(2, True), 1)
     assert said.seconds == 3 + 0.25 + 1 and said.part(CONTROL).exposed == 0.25
 
 
 def test_phases_are_those_of_the_computation() -> None:
-    found = replayed(Phase("forward"), 2, Phase("backward"), 4, gather(1, 3), Phase("step"), Wait(1, False), 1)
+    found = replayed(
+        TapePhase("forward"), 2, TapePhase("backward"), 4, gather(1, 3), TapePhase("step"), Wait(1, False), 1
+    )
     assert found.phases == {"forward": 2, "backward": 4, "step": 3 + LATENCY + 1}
 
 
 def test_on_a_cpu_collectives_take_what_they_need_of_shared_cores() -> None:
     speeds = {"gather": GroupSpeed(LATENCY, 1.0)}
-    events = (2, Begin(1, "all_gather", "gather", 3), 5, Wait(1, True), 1)
+    events = (2, TapeBegin(1, "all_gather", "gather", 3), 5, Wait(1, True), 1)
     enough, shared = (dataclasses.replace(RATES, groups=speeds, cores=cores) for cores in (8, 7))
     assert replayed(*events, apart=False, rates=enough).seconds == 2 + 5 + 1
     found = replayed(*events, apart=False, rates=shared)
     assert found.seconds == 2 + 5 + 1 + (1 - HIDDEN_BY_CPU) * (3 + LATENCY)
-    broadcasts = [Begin(number, "broadcast", "gather", 3) for number in range(4)]
+    broadcasts = [TapeBegin(number, "broadcast", "gather", 3) for number in range(4)]
     waits = [Wait(number, True) for number in range(4)]
     assert replayed(*broadcasts, *waits, apart=False, rates=enough).seconds == LATENCY + 4 * 3
     python = dataclasses.replace(enough, dispatch_s=0.25)
@@ -196,12 +198,12 @@ def test_collectives_send_what_an_optimal_algorithm_sends() -> None:
     """16 ranks in two nodes of 8: by hand."""
     rates = dataclasses.replace(RATES, node_ranks=8)
     ranks = range(16)
-    send = lambda operation, count: rates.collective(Begin(1, operation, "gather", count), ranks)  # noqa: E731
+    send = lambda operation, count: rates.collective(TapeBegin(1, operation, "gather", count), ranks)  # noqa: E731
     assert send("all_to_all", 16).limit_s == pytest.approx(8 * 10), "a sixteenth for each of 8 ranks in another node"
     assert send("all_gather", 16).limit_s == pytest.approx(15), "one node's links have more to do"
     assert send("all_gather", 16)[:1] == (NODE,) and send("all_to_all", 16)[:1] == (NETWORK,)
     slow = dataclasses.replace(rates, link=Link(0.01, 0.0))
-    assert slow.collective(Begin(1, "reduce_scatter", "reduce", 16), ranks).limit_s == pytest.approx(100)
+    assert slow.collective(TapeBegin(1, "reduce_scatter", "reduce", 16), ranks).limit_s == pytest.approx(100)
 
 
 # Dry runs
@@ -218,7 +220,7 @@ _words = partial(words, 2, TOKENS, WORDS)
 def run(case: Case, *, apart: bool = False, config: Mapping[str, Any] | None = None) -> DryRun:
     """Of a small Llama."""
     made = config or case.config()
-    return dry_run(lambda _: _llama(), _words, made, Place(case.ranks, case.ranks // 2, apart=apart), loss_of)
+    return dry_run(lambda _: _llama(), _words, made, ModelPlace(case.ranks, case.ranks // 2, apart=apart), loss_of)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -269,7 +271,7 @@ def test_the_tape_has_the_collectives_that_are_issued_and_its_limits_hold(name: 
 def test_ranks_of_several_nodes_add_gradients_inside_of_each_first(stage: str) -> None:
     """As they do on NCCL without being asked: a quarter of the sums, in fp32, goes to other nodes."""
     case = Case("", 8, stage, "bf16", bucket=BUCKET)
-    place = Place(8, 6, node_ranks=4)
+    place = ModelPlace(8, 6, node_ranks=4)
     found = dry_run(lambda _: _llama(), _words, case.config(), place, loss_of)
     sent = {name: sum(each.bytes for each in found.tape.begun() if each.group == name) for name in found.tape.members}
     assert not sent.get("reduce") and 0 < sent["across"] == 2 * sent["inside"] / 4
@@ -277,7 +279,9 @@ def test_ranks_of_several_nodes_add_gradients_inside_of_each_first(stage: str) -
     times = {}
     for node in (4, 0):
         hardware = Hardware(8, 80 << 30, node_ranks=4, link=Link(1e9, 0.0), node_link=Link(1e12, 0.0))
-        tape = found.tape if node else dry_run(lambda _: _llama(), _words, case.config(), Place(8, 6), loss_of).tape
+        tape = (
+            found.tape if node else dry_run(lambda _: _llama(), _words, case.config(), ModelPlace(8, 6), loss_of).tape
+        )
         times[node] = simulate(tape, Rates.given(hardware), 8).part(NETWORK).busy
     assert times[4] < 0.7 * times[0]
 
@@ -330,7 +334,7 @@ def test_states_elsewhere_are_copied_stepped_on_the_host_and_read_from_the_disk(
         assert sum(c.bytes for c in copies if c.to_host is to_host) == pytest.approx(2 * elements / 2, rel=0.1)
     on_disk = run(CASES["stage 2"], apart=True, config=base | {
         "zero_optimization": zero | {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}})  # fmt: skip
-    moved = [each for each in on_disk.tape.events if isinstance(each, Transfer)]
+    moved = [each for each in on_disk.tape.events if isinstance(each, TapedCopy)]
     for write in (True, False):
         assert sum(m.bytes for m in moved if m.write is write) == pytest.approx(12 * elements / 2, rel=0.1)
     rates = Rates.given(Hardware(2, 10**10, link=Link(1e12, 0.0)))
@@ -361,7 +365,7 @@ doubled.register_fake(torch.empty_like)
 
 def test_operations_whose_flops_nobody_knows_are_named() -> None:
     batch = {"x": torch.ones(2, 4)}
-    found = dry_run(lambda _: Foreign(), lambda: batch, Case("", 2, "2").config(), Place(2, 1), lambda loss: loss)
+    found = dry_run(lambda _: Foreign(), lambda: batch, Case("", 2, "2").config(), ModelPlace(2, 1), lambda loss: loss)
     assert found.tape.unknown["shardengine_tests::doubled"] == 1
     assert any("cdist" in name for name in found.tape.unknown)
     assert simulate(found.tape, Rates.given(Hardware(2, 10**10))).unknown == dict(found.tape.unknown)
@@ -407,7 +411,9 @@ def test_what_is_measured_is_used() -> None:
     assert rates.flops["fp32"] > 1e9 and rates.memory > 1e8
     times = simulate(found, rates)
     assert 0 < times.bound <= times.seconds < 10
-    large, small = (Call("mm", (), "fp32", 0, 0, example=(torch.ops.aten.mm.default, _squares(n))) for n in (512, 16))
+    large, small = (
+        TapedCall("mm", (), "fp32", 0, 0, example=(torch.ops.aten.mm.default, _squares(n))) for n in (512, 16)
+    )
     assert timed(large) > 10 * timed(small)
 
 

@@ -20,7 +20,7 @@ from shardengine.optim import Lion
 _MADE_BY = "_deepspeed_class"
 
 
-class _Named(type):
+class _NamedOptimizer(type):
     """The metaclass of these names ([Note: A class that makes another's])."""
 
     def __call__(cls, *values: Any, **options: Any) -> Any:
@@ -44,7 +44,7 @@ def name_of(optimizer: Any) -> type | None:
     return found
 
 
-class _Optimizer(metaclass=_Named):
+class _Optimizer(metaclass=_NamedOptimizer):
     options: ClassVar[Mapping[str, Any]] = {}
     """Name → default, in order, after the parameters."""
     parameters = "params"

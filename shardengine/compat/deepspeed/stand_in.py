@@ -32,7 +32,7 @@ class _Distribution(importlib.metadata.Distribution):
         return Path(path)
 
 
-class _Names(importlib.abc.Loader):
+class _StandInNames(importlib.abc.Loader):
     """Loads a module of the table."""
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
@@ -78,7 +78,7 @@ class _Finder(importlib.metadata.DistributionFinder):
             return None
         if dotted and dotted not in table.MODULES:
             raise ModuleNotFoundError(table.missing(dotted), name=fullname)
-        return importlib.machinery.ModuleSpec(fullname, _Names(), is_package=True)
+        return importlib.machinery.ModuleSpec(fullname, _StandInNames(), is_package=True)
 
     def _change(self, fullname: str, path: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)

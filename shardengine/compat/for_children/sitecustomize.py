@@ -18,7 +18,7 @@ _CHANGED = (
 )
 
 
-class _Later(importlib.metadata.DistributionFinder):
+class _ImportLater(importlib.metadata.DistributionFinder):
     """A finder that replaces itself by that of ``stand_in`` when it is needed."""
 
     def _make_way(self):  # type: ignore[no-untyped-def]
@@ -42,7 +42,7 @@ class _Later(importlib.metadata.DistributionFinder):
         return self._make_way().find_distributions(context)
 
 
-sys.meta_path.insert(0, _Later())
+sys.meta_path.insert(0, _ImportLater())
 
 _here = os.path.dirname(os.path.abspath(__file__))
 _others = [folder for folder in sys.path if os.path.abspath(folder) != _here]
