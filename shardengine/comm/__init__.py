@@ -12,7 +12,7 @@ transfer         collectives of buckets, compiled once per layout
 collectives      data operations between ranks, by their effect
 group_speed      how long collectives of the group last, measured
 work             a collective from its start to the end of its wait: counted, compared, waited for
-flight_recorder  what was issued, and where ranks differ
+flight_recorder  the issued collectives, and where ranks differ
 failures         reports between ranks: failures, progress, departures
 positions        where each rank is, and which of them wait for each other
 outside          the collectives that a rank waits in, outside of the engine

@@ -20,7 +20,7 @@ _WITHOUT = "gathering without grad"
 
 
 def gathering(unit: str, *, grad: bool) -> str:
-    """Return the name of an exchange in which ranks ask each other whether all of them gather ``unit`` next."""
+    """Return the name of an exchange between ranks about whether all of them gather ``unit`` next."""
     return f"{_GATHERING if grad else _WITHOUT} of unit {unit!r}"
 
 

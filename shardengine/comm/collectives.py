@@ -126,7 +126,7 @@ class Collectives:
     def prepare(self, dtypes: Iterable[torch.dtype]) -> None:
         """Make the groups that reductions of a new layout need; collective.
 
-        dtypes: those in which its gradients travel.
+        dtypes: the dtypes that its gradients travel in.
         """
         self._transfers.clear()
         if self.mesh.replicas == 1 and any(self.nodes(dtype) > 1 for dtype in dtypes):

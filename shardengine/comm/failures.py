@@ -1,7 +1,7 @@
 """Reports between ranks when something goes wrong, over the process group's store instead of its collectives.
 
-Owns: what a rank reports (that it raised or gave up, that it waits, that it leaves), and how the others read and
-describe it. Must not know: which collectives there are, the conclusions of a wait (watchdog), buckets, the engine.
+Owns: the reports of a rank (that it raised or gave up, that it waits, that it leaves), and how the others read and
+describe them. Must not know: which collectives there are, the conclusions of a wait (watchdog), buckets, the engine.
 
 [Note: Failure reports] A rank that raises in forward, backward or step leaves the others waiting in a collective that
 it will never issue. So it reports the failure: it writes what happened under its number. A rank whose wait lasts longer
@@ -136,7 +136,7 @@ class Failures:
         self.mark_known(error)
 
     def begin(self) -> None:
-        """From now on report to the other ranks in which collective of the program this rank waits."""
+        """From now on report to the other ranks which collective of the program this rank waits in."""
         if self.mesh.ranks > 1:
             self.board.write_later(self._after())
 

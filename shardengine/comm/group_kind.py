@@ -68,8 +68,8 @@ class GroupName(enum.StrEnum):
     def counts_as(self) -> GroupName:
         """The group whose collectives these are compared with.
 
-        Every rank issues all kinds of gathers in one order, and all kinds of reductions. This does not hold for the
-        collectives across groups, each of which follows another collective.
+        Every rank issues all kinds of gathers in one order, and all kinds of reductions. This does not hold for
+        collectives across groups, because each of them follows another collective.
         """
         return _COUNTS_AS.get(self, self)
 

@@ -341,7 +341,7 @@ class ReduceScatter(Transfer):
         self._fabric, self._purpose = fabric, purpose
         self._direct = fabric.is_direct(like.dtype)
         self._groups = mesh.replicas if len(along) > 1 and mesh.replicas > 1 else 0
-        """The shard groups inside of which is reduced first; 0: in one step, or by nodes."""
+        """The number of shard groups that reduce inside first; 0: one step, or two steps by nodes."""
         present = _present(mesh, along)
         self._nodes = mesh.nodes.number if present and mesh.replicas == 1 and fabric.nodes(like.dtype) > 1 else 0
         self._line: AxisGroup | None = mesh.line(present[0], GroupName.REDUCE) if present and not self._groups else None
@@ -373,9 +373,7 @@ class ReduceScatter(Transfer):
         return fabric.ledger.start(self._collective(line.name, slices.bytes_sent), begin, sum_terms)
 
     def _collective(self, group: GroupName, sent: int) -> Collective:
-        """Return the record of a collective that sends ``sent`` bytes in ``group``; coded messages may have several
-        sizes.
-        """
+        """Return the record of a collective of ``sent`` bytes in ``group``; coded messages may have several sizes."""
         key = group, sent
         if key not in self._collectives:
             name, what = named_along("reduce-scatter", group), self._what

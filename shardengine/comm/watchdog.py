@@ -138,8 +138,7 @@ class Watchdog:
             self._raise_left({rank: each for rank, each in departed if each.presence is Presence.ENDED})
 
     def stuck_before_groups(self) -> str:
-        """For a wait in ``engine.close()``: describe a deadlock with a rank in the meeting before new groups; "" if
-        none.
+        """Describe a deadlock of a wait in ``engine.close()`` with a rank in the meeting before new groups; "" if none.
         """
         if time.monotonic() - self._started <= POST_AFTER_S:
             return ""

@@ -106,7 +106,7 @@ def _summon(core: Core, wanted: dict[Unit, set[int]]) -> list[tuple[Unit, Summon
 
 
 def _broadcast(core: Core, wanted: dict[Unit, set[int]]) -> None:
-    """If weights are kept whole: replace every rank's buckets that hold some of the parameters ``wanted`` by rank 0's."""
+    """Broadcast rank 0's buckets that hold some of the parameters ``wanted``, if weights are kept whole."""
     for unit, members in wanted.items():
         for bucket in unit.buckets():
             if any(piece.parameter in members for piece in core.layout.pieces(bucket.layout)):
@@ -115,7 +115,7 @@ def _broadcast(core: Core, wanted: dict[Unit, set[int]]) -> None:
 
 
 def _members_of(core: Core, names: list[str] | None) -> dict[Unit, set[int]]:
-    """The units that hold parameters ``names``, with the indices of these. None: all units with all of theirs."""
+    """The units that hold parameters ``names``, with their indices. None: all units with all parameters."""
     if names is None:
         return {unit: {member.index for member in unit.members} for unit in core.units}
     ids = {id(core.partition.names[name]) for name in names}
@@ -140,7 +140,10 @@ def _broadcast_outside(core: Core, names: list[str]) -> None:
 def full_grads(
     core: Core, names: Iterable[str] | None, *, writable: bool, scale: float = 1.0
 ) -> Iterator[dict[str, Tensor | None]]:
-    """Show whole complete gradients inside the ``with``; collective. See ``Engine.full_grads``. scale: the loss scale."""
+    """Show whole complete gradients inside the ``with``; collective. See ``Engine.full_grads``.
+
+    scale: the loss scale.
+    """
     core.schedule.finish_open_backward()
     reducer, step_state = core.reducer, core.step_state
     step_state.require("a call of every rank", "full_grads")
@@ -234,18 +237,16 @@ def full_optimizer_state(
                 "block's end would undo it; nothing was written",
                 code="full-state-stepped-inside",
             )
-        for name, entry in shown.items() if core.mesh.rank == 0 else ():
-            if entry is not (entries[specs[name].name] if name in specs else None):
-                raise UsageError(
-                    f"full_optimizer_state: the entry of {name!r} was replaced; write into its tensors",
-                    code="full-state-entry-replaced",
-                )
-        for name, entry in entries.items() if core.mesh.rank == 0 else ():
-            _check_entry(name, entry, given[name], fixed.get(name, {}))
-            if problem := optimizer.misfit(given[name]):
-                raise UsageError(
-                    f"full_optimizer_state, {name!r}: {problem}; nothing was written", code="full-state-value-refused"
-                )
+        if core.mesh.rank == 0:
+            expected = {name: entries[specs[name].name] if name in specs else None for name in chosen}
+            _check_shown(shown, expected)
+            for name, entry in entries.items():
+                _check_entry(name, entry, given[name], fixed.get(name, {}))
+                if problem := optimizer.misfit(given[name]):
+                    raise UsageError(
+                        f"full_optimizer_state, {name!r}: {problem}; nothing was written",
+                        code="full-state-value-refused",
+                    )
 
     early = core.reducer.early_use.suspended() if writable else nullcontext()  # a step inside would be lost
     edited = core.step_state.editing() if writable else nullcontext()
@@ -286,6 +287,16 @@ def _complete_entry(
     reads = optimizer.arithmetic.keeps_facts
     fixed = {key: value for key, value in entry.items() if key == "step" or key in (facts or {})} if reads else {}
     return {**fixed, **whole}
+
+
+def _check_shown(shown: Mapping[str, dict[str, Any] | None], expected: Mapping[str, dict[str, Any] | None]) -> None:
+    """Raise UsageError if an entry of the shown dict is another object than was given."""
+    for name, entry in shown.items():
+        if entry is not expected.get(name):
+            raise UsageError(
+                f"full_optimizer_state: the entry of {name!r} was replaced; write into its tensors",
+                code="full-state-entry-replaced",
+            )
 
 
 def _check_entry(name: str, entry: dict[str, Any], given: dict[str, Any], fixed: dict[str, Any]) -> None:
@@ -387,7 +398,7 @@ def _write(core: Core, sources: list[_FullSource], full: FullTensors) -> None:
 
 @contextmanager
 def _agreed_end(core: Core, what: str, check: Callable[[], None] | None) -> Iterator[None]:
-    """With a ``check``: an exception on one rank, inside the block or from ``check``, raises on all ranks at the end."""
+    """With a ``check``: an exception on one rank, in the block or from ``check``, raises on all ranks at the end."""
     failure: Exception | None = None
     try:
         yield

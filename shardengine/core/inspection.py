@@ -243,9 +243,7 @@ class Inspection:
         }
 
     def tuning(self) -> list[str]:
-        """Return a sentence per bucket size that is "auto" in the config: the chosen size and the measured fit behind
-        it.
-        """
+        """Return a sentence per bucket size that is "auto" in the config: the chosen size and the measured fit."""
         return self._core.sizes.sentences()
 
     def traffic(self) -> dict[str, Any]:

@@ -210,7 +210,7 @@ class _StateDictReading:
         self._strict = self._told = False
 
     def read(self, module: nn.Module) -> None:
-        """Let each module read its part, in torch's order and with its hooks. Children get the dict as these left it."""
+        """Let each module read its part, in torch's order, with its hooks. Children get the rest of the dict."""
         for prefix, part in module.named_modules(remove_duplicate=False):
             if prefix:
                 above = self._left[prefix.rpartition(".")[0]]

@@ -17,8 +17,8 @@ launches are dropped, because they may differ between ranks.
 
 [Note: A hook out of step] A user's communication hook may start collectives on groups that are not the engine's. There
 they may meet collectives that other ranks start later. So training cannot continue if the hook failed on a rank, if one
-of its collectives does not end, or if ranks have called it a different number of times (ddp/comm_hooks: [Note: What a
-hook has begun]). The engine itself is brought back, so that it can be saved.
+of its collectives does not end, or if ranks have called it a different number of times
+(ddp/comm_hooks/whole_gradients.py). The engine itself is brought back, so that it can be saved.
 """
 
 from __future__ import annotations

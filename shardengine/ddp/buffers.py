@@ -20,7 +20,7 @@ class BufferSync:
         self._collectives = collectives
 
     def broadcast(self, *, persistent_only: bool, source: int = 0) -> None:
-        """Every buffer becomes that of rank ``source``; blocks."""
+        """Copy every buffer from rank ``source`` to all ranks; blocks."""
         if self._collectives.mesh.ranks == 1:
             return
         by_dtype: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
@@ -34,7 +34,7 @@ class BufferSync:
                     buffer.copy_(part.view_as(buffer))
 
     def named(self, *, persistent_only: bool) -> dict[str, Tensor]:
-        """Buffers by name; without those that are not in the state dict where ``persistent_only``."""
+        """Return buffers by name; if ``persistent_only``, without those that are not in the state dict."""
         found: dict[str, Tensor] = {}
         for prefix, module in self._named:
             if not module._buffers:

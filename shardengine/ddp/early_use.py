@@ -1,13 +1,14 @@
 """Using gradients before the backward that completes them is over.
 
-[Note: Final gradients] Whether a complete gradient is the last word is known after the backward: a parameter may get
-a late one, another backward may follow. So the window before must have had neither, on any rank. If a late one comes in
-spite of that, no rank can go on with the window: some may have used what it should have been added to.
+[Note: Final gradients] Whether a complete gradient is final is known only after the backward: a parameter may get a
+late one, and another backward may follow. So gradients are used early only if the previous accumulation window had
+neither, on any rank. If a late one still comes, no rank can continue with the window: some ranks may have used the
+gradient that it should have been added to.
 
-Which buckets are used depends on what a rank has used of the model, and after a failure on when it came. What a user
-may do must not, or one rank would refuse what another does. So from the beginning of a backward whose gradients may be
-used, the window can only be stepped, whether some are or not; if that backward fails, ``engine.reset()`` knows how far
-it was.
+Which buckets are used depends on the parts of the model that a rank has used and, after a failure, on the moment of the
+failure. The calls that are allowed must not depend on that, or one rank would reject a call that another accepts. So
+from the beginning of a backward whose gradients may be used, the window can only be stepped, whether or not some are
+used. If that backward fails, ``engine.reset()`` knows how far it was.
 """
 
 from __future__ import annotations
@@ -22,20 +23,23 @@ from shardengine.errors import UsageError
 
 
 class Consumer(Protocol):
-    """Who steps with complete gradients: an optimizer."""
+    """Steps with complete gradients: an optimizer."""
 
     @property
     def steps_early(self) -> bool:
-        """Whether ``step_early`` is to be called."""
+        """Whether the reducer should call ``step_early``."""
 
     def finish_gradients(self) -> None:
-        """The window's gradients are complete on this rank; collective."""
+        """The gradients of the accumulation window are complete on this rank; collective."""
 
     def step_early(self, bucket_grad: GradientBucket) -> None:
-        """The gradient of ``bucket_grad`` is complete, backward is not over; what is used of it stays as it is."""
+        """Step with the gradient of ``bucket_grad``, which is complete although backward is not over.
+
+        The parts of it that are used do not change any more.
+        """
 
     def wait_early(self) -> None:
-        """Return when no bucket is being stepped in backward any more, so that no gradient is read."""
+        """Return when no bucket is being stepped in backward any more, so nobody reads a gradient."""
 
 
 class EarlyUse:
@@ -58,7 +62,7 @@ class EarlyUse:
         return self._predictable and self._consumer is not None
 
     def offer(self, bucket_grad: GradientBucket) -> None:
-        """The gradient of ``bucket_grad`` is complete."""
+        """Offer the gradient of ``bucket_grad``, which is complete, to the consumer."""
         runs = self._step_state.phase is Phase.BACKWARD and self._step_state.must_be_stepped
         if runs and self._consumer is not None and bucket_grad.earlier is None:
             self._consumer.step_early(bucket_grad)
@@ -69,12 +73,12 @@ class EarlyUse:
             self._consumer.wait_early()
 
     def forget(self) -> None:
-        """After a failure: nothing is known of the window before."""
+        """After a failure: forget whether the previous accumulation window was predictable."""
         self._predictable = False
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Nothing is offered in a backward that begins inside."""
+        """Offer nothing in a backward that begins inside."""
         consumer = self._consumer
         self.serve(None)
         try:
@@ -83,9 +87,9 @@ class EarlyUse:
             self.serve(consumer)
 
     def note(self, *, late: bool, again: bool) -> None:
-        """Whether some rank had late gradients, and whether this was not the window's first last backward.
+        """Note whether some rank had late gradients, and whether the window had an earlier last backward.
 
-        ``UsageError``, on all ranks, where a late one could not be foreseen and gradients may have been used.
+        ``UsageError``, on all ranks, if a late one was not foreseen and gradients may have been used.
         """
         self._predictable = not (late or again)
         if late and self._step_state.must_be_stepped:

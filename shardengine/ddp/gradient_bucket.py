@@ -1,17 +1,18 @@
-"""The gradients of one bucket during a window: where they rest, in which dtype, who owns the memory.
+"""The gradients of one bucket during an accumulation window: where they are kept, in which dtype, who owns the memory.
 
 Must not know: collectives, when something is sent, stages.
 
-[Note: Gradients of a window] A window is the micro-batches of one optimizer step. Per bucket there are these places:
+[Note: Gradients of a window] An accumulation window is the micro-batches of one optimizer step. Per bucket there are
+these places:
 
     partial    full size, this rank's sum over micro-batches that were not sent yet
-    total      one slice in fp32, the sum over ranks of what was sent
+    total      one slice in fp32, the sum over ranks of the micro-batches that were sent
     complete   one slice: the sum over ranks and micro-batches, divided, rounded to the wire's dtype
-    whole      what this rank steps, full size or its shard group's slice: ``complete`` of all who step of that, where
-               that is more than the slice
+    whole      the gradient of everything that this rank steps, full size or its shard group's slice, if that is more
+               than ``complete``; gathered from the ranks' ``complete``
 
-Where shard groups step apart (replicas: [Note: Stepping apart]) ``complete`` is the group's slice of the group's own
-sum, divided and rounded, and all that a rank steps.
+For diverged replicas (replicas: [Note: Stepping apart]) ``complete`` is the group's slice of the group's own sum,
+divided and rounded, and everything that a rank steps.
 
                        letter P                                 letter S
     micro-batch 1..k-1 partial += gradient                      partial = gradient → reduce-scatter → total += sum
@@ -21,25 +22,25 @@ sum, divided and rounded, and all that a rank steps.
     partial            the wire's                               letter P: fp32, rounded when sent · letter S: the wire's
     complete           the wire's                               fp32 memory that holds rounded values
 
-Where ``grad_accum_dtype`` is not fp32, letter P's partial and letter S's total have that dtype instead (k > 1), and
-what is complete lies in memory of its own unless that is the wire's dtype, too.
+If ``grad_accum_dtype`` is not fp32, letter P's partial and letter S's total have that dtype instead (k > 1), and
+``complete`` has memory of its own unless that dtype is also the wire's.
 
-Letters SP, on a hybrid mesh: as S, but ``total`` is the group's slice of the sum over the group's ranks; the last
-micro-batch joins it inside of the group, before sums go across.
+Letters SP, on a hybrid mesh: as S, but ``total`` is the group's slice of the sum over the group's ranks. The last
+micro-batch is added to it inside the group, before sums go across.
 
-``no_sync`` is "partial += gradient, do not send" for as long as it lasts, whatever the letter.
+``no_sync`` is "partial += gradient, do not send" while it lasts, whatever the letter.
 
-[Note: Away] Where the optimizer's state rests in another tier, ``total`` and ``complete`` are in host memory, except
-where every rank needs the whole gradient. From another device a micro-batch's sum over ranks is copied there as soon as
-it is made, in the wire's dtype where that is all there is to send, and added on the host when it has arrived. The
-last sum is squared for the norm where it is made (``take_squares``), so that nobody reads it again for that. Where
-every rank needs the whole gradient it stays on the device, and is copied for its step, a bucket ahead (``fetch``).
+[Note: Away] If the optimizer's state is offloaded, ``total`` and ``complete`` are in host memory, unless every rank
+needs the whole gradient. A micro-batch's sum over ranks on another device is copied there as soon as it is made, in the
+wire's dtype if that loses nothing, and added on the host when it has arrived. The last sum is squared for the norm
+where it is made (``take_squares``), so nobody reads it again for that. If every rank needs the whole gradient, it stays
+on the device and is copied for its step, one bucket ahead (``fetch``).
 
 [Note: Late gradients] Autograd may deliver a parameter's gradient again in one backward (re-entrant checkpointing of a
-module that is called twice), and its bucket may be under way by then. So that the result does not depend on buckets,
-the second and later gradients of a parameter in a backward that communicates always go to ``late``, which is completed
-on its own at the end of the window and added. A backward after the window's last one is treated in the same way: what
-was complete before it waits in ``earlier``.
+module that is called twice), when its bucket may be in flight already. The result must not depend on buckets. So the
+second and later gradients of a parameter in a backward that communicates always go to ``late``, which is completed
+separately at the end of the window and added. A backward after the window's last one is treated in the same way: the
+gradient that was complete before it waits in ``earlier``.
 """
 
 from __future__ import annotations
@@ -67,14 +68,14 @@ def _nothing() -> None: ...
 
 @dataclass(frozen=True)
 class Rules:
-    """What stage and config say about gradients.
+    """The rules of stage and config for gradients.
 
-    gradients: where they rest between micro-batches · state: where optimizer state does, and so the complete gradient ·
-    divisor: of sums over ranks, their number for a mean · wire: the dtype in which gradients are sent, None for each
-    bucket's own · reduce: in which sums over ranks are rounded · accumulate: in which gradients wait for later
-    micro-batches · scaled: the loss is, so that a bare backward is refused · static: which parameters a rank uses in a
-    window stays what it was in the first · apart: each shard group steps with its own gradient · steps_unused: what no
-    rank has used is stepped with a gradient of zeros.
+    gradients: their placement between micro-batches · state: that of optimizer state, and so of the complete gradient ·
+    divisor: of sums over ranks, their number for a mean · wire: the dtype of gradients while they are sent, None for
+    each bucket's own · reduce: the dtype that sums over ranks are rounded to · accumulate: the dtype of gradients that
+    wait for later micro-batches · scaled: the loss is scaled, so a bare backward raises an error · static: in every
+    accumulation window a rank uses the same parameters as in the first · steps_unused: parameters that no rank has used
+    are stepped with a gradient of zeros.
     """
 
     gradients: Placement
@@ -86,21 +87,24 @@ class Rules:
     scaled: bool = False
     static: bool = False
     apart: bool = False
+    """Replicas diverge: each shard group steps with its own gradient."""
     steps_unused: bool = False
 
     def apart_with(self, count: int, groups: int) -> Rules:
-        """Those of a window after which each shard group steps with a gradient of its own, that of ``count`` of all
-        ``groups``."""
+        """Return the rules of an accumulation window after which each shard group steps with its own gradient.
+
+        That gradient is the one of ``count`` of all ``groups``.
+        """
         return replace(self, apart=True, divisor=self.divisor * count / groups)
 
     @cached_property
     def complete(self) -> Placement:
-        """Where the complete gradient is made."""
+        """The placement that the complete gradient is made in."""
         return Placement.SHARDED_INSIDE if self.apart else Placement.SHARDED
 
     @cached_property
     def summed(self) -> Placement:
-        """Where the window's last reduction brings gradients."""
+        """The placement that the window's last reduction brings gradients to."""
         return Placement.PARTIAL_ACROSS if self.apart else Placement.SHARDED
 
     @cached_property
@@ -110,7 +114,7 @@ class Rules:
 
     @cached_property
     def gathers(self) -> bool:
-        """Whether a rank needs more of the complete gradient than is made there."""
+        """Whether a rank needs more of the complete gradient than it makes itself."""
         return self.state is not self.complete
 
     @cached_property
@@ -127,7 +131,7 @@ class Rules:
 class LocalSum:
     """A full-size sum on this rank. ``filled``: the parameters that have a contribution.
 
-    Gradients wait until ``flush`` moves all of them at once, so that a bucket costs one launch.
+    Gradients wait until ``flush`` moves all of them at once, so a bucket costs one launch.
     """
 
     def __init__(self, bucket: Bucket, layout: Layout, pool: BufferPool) -> None:
@@ -143,8 +147,10 @@ class LocalSum:
         self._places = {piece.parameter: piece.start - start for piece in pieces}  # ascending
 
     def add(self, parameter: int, gradient: Tensor, dtype: torch.dtype) -> None:
-        """``gradient``, a whole one as ``flat_gradient`` makes it, waits to be added, or copied where it is the first;
-        dtype: of a sum that is begun."""
+        """Keep ``gradient`` until it is added, or copied if it is the first.
+
+        gradient: a whole one, from ``flat_gradient`` · dtype: of a sum that begins now.
+        """
         if parameter in self._waiting:
             self.flush(dtype)
         first, end = self._parts[parameter]
@@ -152,7 +158,10 @@ class LocalSum:
         self._waiting[parameter], self._versions[parameter] = part, part._version
 
     def flush(self, dtype: torch.dtype) -> Tensor:
-        """Move what waits into the sum, zeros where this rank has no gradient. dtype: of a sum that is begun here."""
+        """Move the waiting gradients into the sum, with zeros if this rank has no gradient.
+
+        dtype: of a sum that begins here.
+        """
         waiting, self._waiting = self._waiting, {}
         self._require_unchanged(waiting)
         tensor, place = self.tensor, self._places
@@ -186,21 +195,23 @@ class LocalSum:
         return list(self._waiting.values())
 
     def detach(self) -> Tensor | None:
-        """The sum, which is the caller's from now on."""
+        """Return the sum, which the caller owns from now on."""
         tensor, self.tensor = self.tensor, None
         self.filled.clear()
         return tensor
 
     def discard(self) -> None:
-        """Forget it."""
+        """Drop the sum and the waiting gradients."""
         if (tensor := self.detach()) is not None:
             self._pool.release(tensor)
         self._waiting.clear()
 
 
 def flat_gradient(gradient: Tensor, spec: ParameterSpec) -> Tensor:
-    """A parameter's gradient as its elements lie in memory: 1-D, contiguous; ``gradient``'s own memory if possible.
-    What a sparse one has of an element several times is added up as torch's ``coalesce`` does."""
+    """Return a parameter's gradient in memory order: 1-D, contiguous; ``gradient``'s own memory if possible.
+
+    Repeated elements of a sparse gradient are added up as torch's ``coalesce`` does.
+    """
     gradient = gradient.detach()
     if gradient.layout is not torch.strided:
         gradient = (gradient.coalesce() if gradient.is_sparse else gradient).to_dense()
@@ -208,16 +219,18 @@ def flat_gradient(gradient: Tensor, spec: ParameterSpec) -> Tensor:
 
 
 def _of_one_dtype(tensors: list[Tensor]) -> list[Tensor]:
-    """As one launch wants them; autograd may deliver another dtype than the parameter's (``grad_dtype``)."""
+    """Return ``tensors`` in one dtype, for one launch; autograd may deliver another than the parameter's
+    (``grad_dtype``).
+    """
     return tensors if len({tensor.dtype for tensor in tensors}) <= 1 else [tensor.float() for tensor in tensors]
 
 
 class GradientBucket:
-    """One bucket's places ([Note: Gradients of a window]). ``wire``: the dtype in which its gradients are sent.
+    """One bucket's places ([Note: Gradients of a window]). ``wire``: the dtype that its gradients are sent in.
 
-    placed: where the complete gradient is made · own: parameter → where its elements begin and end in what this rank
-    has of that, if any are there · leaves: what is summed over ranks rests with the optimizer's state, which is away ·
-    spill: brings there what is stepped with, where that is another device ([Note: Away]).
+    placed: the placement of the complete gradient · own: parameter → the first and last position of its elements in
+    this rank's part of it, if it has any · leaves: sums over ranks are kept with the optimizer's state, which is
+    offloaded · spill: copies gradients to the device that steps them, if that is another one ([Note: Away]).
     """
 
     def __init__(
@@ -257,7 +270,7 @@ class GradientBucket:
 
     @property
     def own(self) -> dict[int, tuple[int, int]]:
-        """Parameter → where its elements begin and end in ``complete``, if any are there."""
+        """Parameter → start and end of its elements in ``complete``, if it has any there."""
         if self.placed not in self._own_in:
             first, last = self.bucket.own[self.placed]
             own = self._layout.pieces_within(self.bucket.layout, (first, last))
@@ -265,11 +278,11 @@ class GradientBucket:
         return self._own_in[self.placed]
 
     def has_delivered(self, parameter: int) -> bool:
-        """Whether the running backward has delivered a gradient of ``parameter``."""
+        """Return whether the running backward has delivered a gradient of ``parameter``."""
         return parameter in self._delivered
 
     def add_gradient(self, parameter: int, gradient: Tensor, dtype: torch.dtype) -> bool:
-        """Add ``gradient``, as of ``LocalSum.add``, to the partial sum. Returns whether the bucket is ready now."""
+        """Add ``gradient``, as in ``LocalSum.add``, to the partial sum; return whether the bucket is ready now."""
         self.partial.add(parameter, gradient, dtype)
         self._deliver({parameter})
         return self.is_ready
@@ -283,27 +296,30 @@ class GradientBucket:
         self.is_ready = False
 
     def expect_no_more(self) -> None:
-        """Nothing more comes in the running backward: what has not come is zero."""
+        """The running backward brings nothing more: missing gradients are zero."""
         self._deliver(self.pieces.keys())
 
     def expect_only(self, parameters: Collection[int]) -> None:
-        """The backward that begins brings none but ``parameters``: what else the bucket holds is zero."""
+        """The backward that begins brings only ``parameters``: the bucket's other gradients are zero."""
         self._deliver(self.pieces.keys() - parameters)
 
     @property
     def gradient(self) -> Tensor | None:
-        """What the optimizer steps with: the whole complete gradient where there is one, else this rank's slice."""
+        """The gradient that the optimizer steps with: ``whole`` if there is one, else this rank's slice."""
         return self.complete if self.whole is None else self.whole
 
     def fetch(self) -> None:
-        """It is stepped soon: begin to bring it where that is done. Until then nothing changes it."""
+        """Begin to copy the gradient to the device of its step, if that is another one.
+
+        Until then nothing changes it.
+        """
         gradient = None if self.leaves else self.gradient
         if self._to_step is not None and gradient is not None and self._fetched is None:
             self._fetched = self._to_step.bring(gradient)
 
     @contextmanager
     def gradient_to_step(self) -> Iterator[Tensor]:
-        """Inside, ``gradient`` where it is stepped with."""
+        """Yield ``gradient`` on the device that steps it."""
         if (gradient := self.gradient) is None:
             raise InternalError(f"the bucket of {self.names} is stepped before its gradient is complete")
         self.fetch()
@@ -324,7 +340,7 @@ class GradientBucket:
 
     @property
     def gradient_interval(self) -> tuple[int, int]:
-        """Where ``gradient`` lies in the flat buffer."""
+        """The interval of ``gradient`` in the flat buffer."""
         placement = self.placed if self.whole is None else self.bucket.state_placement
         return self.bucket.own[placement]
 
@@ -333,18 +349,21 @@ class GradientBucket:
         return self.names[list(self.pieces).index(parameter)]
 
     def end_backward(self, dtype: torch.dtype) -> None:
-        """A backward is over: move what waits; nothing is ready for the next one. dtype: of a sum begun here."""
+        """End a backward: move the waiting gradients; nothing is ready for the next one.
+
+        dtype: of a sum that begins here.
+        """
         self._restart_delivery()
         for place, begun_in in ((self.partial, dtype), (self.late, torch.float32)):
             if place.waiting:
                 place.flush(begun_in)
 
     def take_slice(self, dtype: torch.dtype, placement: Placement = Placement.SHARDED) -> Tensor:
-        """Memory from the pool for what a rank has of it, where it rests."""
+        """Return memory from the pool for a rank's part, on the host if it is offloaded."""
         return self._pool.acquire(self.bucket.layout.sizes[placement], dtype, on_host=self._spill is not None)
 
     def detach_total(self, dtype: torch.dtype | None = None) -> Tensor | None:
-        """``total`` in ``dtype`` (None: as it is), in a buffer of the pool, which is the caller's from now on."""
+        """Return ``total`` in ``dtype`` (None: unchanged), in a buffer of the pool that the caller owns from now on."""
         total, self.total = self.total, None
         if total is None or dtype is None or total.dtype is dtype:
             return total
@@ -356,9 +375,9 @@ class GradientBucket:
     def _sum(
         self, terms: Sequence[Tensor], out: Tensor, old: Tensor | None, rules: Rules, then: _Then | None = None
     ) -> None:
-        """``out`` = ``old`` + the sum of ``terms``; on its way if it leaves.
+        """Set ``out`` to ``old`` + the sum of ``terms``; if it is offloaded, the copy is in flight afterwards.
 
-        then: called when it is there. Only the window's last sum has one; it is divided and rounded, too.
+        then: called when the result is there. Only the window's last sum has one; it is also divided and rounded.
         """
         final, then = then is not None, then or _nothing
         end: dict[str, Any] = {"divisor": rules.divisor, "rounded": self.wire} if final else {}
@@ -389,7 +408,7 @@ class GradientBucket:
         self._spill.send([(here, staged)], here, join)
 
     def accumulate(self, terms: Sequence[Tensor], rules: Rules) -> None:
-        """Letters S and SP, not the last micro-batch: add what every rank sent for this slice to ``total``."""
+        """Letters S and SP, not the last micro-batch: add all ranks' terms for this slice to ``total``."""
         alone = len(terms) == 1 and terms[0] is self.partial.tensor and not self.leaves
         if self.total is None and alone and self.wire is rules.accumulate:
             self.total = self.partial.detach()  # at one rank it is the total already
@@ -401,7 +420,7 @@ class GradientBucket:
         self.partial.discard()
 
     def set_complete(self, terms: Sequence[Tensor], rules: Rules, then: _Then) -> None:
-        """The window's last terms: what they add up to is divided, rounded and ``complete``; ``then`` is called."""
+        """Add up the window's last terms; the sum is divided and rounded to become ``complete``; then call ``then``."""
         place, old = self._place_for_complete(rules), self.total
         self.complete, self.placed = place, rules.complete
         self._sum(terms, place, old, rules, then)
@@ -413,7 +432,7 @@ class GradientBucket:
             self.partial.discard()
 
     def complete_from_total(self, rules: Rules) -> None:
-        """The window ends without another reduction: ``total`` is all there is."""
+        """End the window without another reduction: ``total`` becomes ``complete``."""
         total, self.total = self.total, None
         if total is None:
             return
@@ -427,7 +446,7 @@ class GradientBucket:
         return [sum_of_squares(complete[start:end]) for start, end in self.own.values()]
 
     def _keep_squares(self, complete: Tensor, *, on_host: bool) -> None:
-        """In memory of the pool, because the stream of a hook is not the one on which they are read."""
+        """Keep the squares in memory of the pool, because a hook's stream is not the one that reads them."""
         if self.own:
             self._squares = self._pool.acquire(len(self.own), torch.float64, on_host=on_host)
             torch.stack(self._squares_of(complete), out=self._squares)
@@ -438,8 +457,11 @@ class GradientBucket:
             self._squares = None
 
     def take_squares(self) -> dict[int, Tensor]:
-        """Parameter → the sum of squares of what this rank has of it in ``complete``, fp64 0-dim. What has left the
-        device was squared there; that is given once, because ``complete`` may be changed afterwards."""
+        """Return parameter → the sum of squares of this rank's part of it in ``complete``, fp64 0-dim.
+
+        An offloaded gradient was squared on the device. These squares are returned once, because ``complete`` may
+        change afterwards.
+        """
         if self._squares is not None:
             found = list(self._squares.clone().unbind())
             self._drop_squares()
@@ -450,20 +472,20 @@ class GradientBucket:
         return dict(zip(self.own, found, strict=True))
 
     def powers(self, order: float) -> dict[int, Tensor]:
-        """Parameter → ``power_sum`` of what this rank has of it in ``complete``."""
+        """Return parameter → ``power_sum`` of this rank's part of it in ``complete``."""
         complete = self.complete
         if complete is None:
             return {}
         return {parameter: power_sum(complete[start:end], order) for parameter, (start, end) in self.own.items()}
 
     def clamp(self, limit: float) -> None:
-        """The gradient lies between -limit and limit from now on, rounded to the wire's dtype."""
+        """Clamp the gradient to [-limit, limit], rounded to the wire's dtype."""
         if (gradient := self.gradient) is not None:
             bound = torch.tensor(limit, dtype=self.wire).item()
             gradient.clamp_(-bound, bound)
 
     def _place_for_complete(self, rules: Rules) -> Tensor:
-        """``total`` or this rank's slice of ``partial`` where it can hold the wire's dtype, else new memory."""
+        """Return ``total`` or this rank's slice of ``partial`` if it can hold the wire's dtype, else new memory."""
         partial, candidates, layout = self.partial.tensor, [self.total], self.bucket.layout
         sized = not rules.sharded or layout.sizes[rules.complete] == layout.length  # else all of it is kept alive
         if partial is not None and sized and not self.leaves:
@@ -474,7 +496,10 @@ class GradientBucket:
         return self.take_slice(self.wire, rules.complete)
 
     def make_whole(self) -> Tensor:
-        """What this rank steps, in the wire's dtype, with ``complete`` in its slice, ready to be gathered."""
+        """Return memory for everything that this rank steps, in the wire's dtype, with ``complete`` in its slice.
+
+        It is ready to be gathered.
+        """
         whole, complete, state = self.partial.tensor, self.complete, self.bucket.state_placement
         if complete is None:
             raise InternalError(f"bucket of {self.names}: its gradient is gathered before it is complete")
@@ -490,18 +515,21 @@ class GradientBucket:
         return whole
 
     def set_aside(self) -> None:
-        """Another backward follows the final one: keep what is complete in memory of its own."""
+        """Move ``complete`` to memory of its own, because another backward follows the final one."""
         if self.complete is not None:
             self.earlier = self.complete.float().clone()
         self.drop_complete()
 
     def add(self, parameters: Collection[int], summed: Tensor) -> None:
-        """Add a slice, completed on its own, to the elements of ``parameters``."""
+        """Add a slice that was completed separately to the elements of ``parameters``."""
         for complete, late in self._own_parts(parameters, summed):
             complete.copy_((complete.float() + late).to(self.wire))
 
     def restore_earlier(self, before: Collection[int], now: Collection[int]) -> None:
-        """Join what was set aside. before, now: the parameters that some rank used before, and in this backward."""
+        """Add the gradient that ``set_aside`` kept.
+
+        before, now: the parameters that some rank used before, and in this backward.
+        """
         if self.earlier is not None:
             self.add([p for p in self.pieces if p in before and p in now], self.earlier)
             for complete, earlier in self._own_parts([p for p in before if p not in now], self.earlier):
@@ -509,13 +537,13 @@ class GradientBucket:
         self.earlier = None
 
     def _own_parts(self, parameters: Collection[int], other: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """The elements of ``parameters`` in this rank's slice, of ``complete`` and of ``other``."""
+        """Yield the elements of ``parameters`` in this rank's slice, of ``complete`` and of ``other``."""
         if (complete := self.complete) is not None:
             for start, end in (self.own[parameter] for parameter in self.own.keys() & parameters):
                 yield complete[start:end], other[start:end].to(complete.device)
 
     def drop_complete(self) -> None:
-        """Give back what the complete gradient lies in, each storage once: some of these are views of others."""
+        """Release the memory of the complete gradient, each storage once: some tensors are views of others."""
         given = {t.untyped_storage()._cdata for t in (self.partial.tensor,) if t is not None}
         for tensor in (self.whole, self.complete, self.total):
             if tensor is not None and tensor.untyped_storage()._cdata not in given:
@@ -526,7 +554,7 @@ class GradientBucket:
         self.partial.discard()
 
     def discard(self) -> None:
-        """Forget the window."""
+        """Drop all gradients of the accumulation window."""
         self._restart_delivery()
         self._give_fetched()
         self.drop_complete()
@@ -534,7 +562,7 @@ class GradientBucket:
         self.earlier = None
 
     def storages(self) -> dict[int, tuple[str, int]]:
-        """What holds gradients at this moment: identity of the storage → (where it is, its bytes)."""
+        """Return the storages that hold gradients now: identity of the storage → (place, bytes)."""
         here = (self.partial.tensor, self.late.tensor, self.whole, *self.partial.waiting, *self.late.waiting)
         found: dict[int, tuple[str, int]] = {}
         for tensors, place in (((self.total, self.complete, self.earlier), "cpu" if self.leaves else "device"),

@@ -1,29 +1,30 @@
-"""What ``parameter.grad`` shows from the end of a window's last backward to its step.
+"""The tensors that ``parameter.grad`` shows, from the end of a window's last backward to its step.
 
-Must not know: how gradients came to be complete, the step, modules.
+"Window" is the accumulation window. Must not know: how gradients came to be complete, the step, modules.
 
-[Note: Shown gradients] A rank keeps a slice of each complete gradient, in flat buckets. What users of torch do with
-``parameter.grad`` works all the same, because it shows a tensor of the parameter's shape and dtype without memory:
+[Note: Shown gradients] A rank keeps a slice of each complete gradient, in flat buckets. The operations of torch's users
+on ``parameter.grad`` still work, because it shows a tensor of the parameter's shape and dtype without memory:
 
     its 2-norm                  of the whole gradient, on every rank, without communication: ranks have exchanged each
                                 parameter's square with the norm. So ``torch.nn.utils.clip_grad_norm_``, and loggers
                                 of norms, are right at every stage and on any rank
-    a norm of another order     the same, but on every rank: the first that is asked for exchanges all of them
+    a norm of another order     the same, but on every rank: the first request exchanges all of them
     times or by a number        done to the slices (``clip_grad_norm_``), and to the known norms
     other in-place operations   element by element with numbers and tensors of its shape (``clip_grad_value_``,
-                                ``nan_to_num_``, ``add_``): done to the slices; whoever asks for a norm next, or the
-                                step, exchanges it anew, on every rank. Under a loss scale clamping alone, whose
+                                ``nan_to_num_``, ``add_``): done to the slices; the next request for a norm, or the
+                                step, exchanges the norms again, on every rank. Under a loss scale only clamping, whose
                                 bounds are multiplied with it
-    GradScaler.unscale_         what is not finite is known from the squares, then times a number
-    reading values              where every rank holds all of them (one rank, stage 0); elsewhere ``UsageError`` names
+    GradScaler.unscale_         finds values that are not finite from the squares, then multiplies with a number
+    reading values              if every rank holds all of them (one rank, stage 0); otherwise ``UsageError`` names
                                 the way, on every rank
     a copy, in any dtype        of this rank's slices: for operations on gradients of the same parameter, also later
-    replacing it                a tensor of its shape, or a copy, is taken over in the step; None is refused there
+    replacing it                with a tensor of its shape, or a copy: the step takes it over; None raises an error
+                                there
 
-What is refused of these on one rank alone the others are told of, also outside of any call of the engine, if it would
-have changed a gradient. A refused question is not told, since it may be asked on one rank, and caught there.
+If a change of a gradient raises on one rank, that is reported to the other ranks, also outside of any call of the
+engine. A read that raises is not reported, since one rank alone may read, and catch the error.
 
-Where nobody says that a backward is over (a ``loss.backward()`` of which the engine saw no output), every parameter
+If nothing announces the end of a backward (a ``loss.backward()`` whose output the engine did not see), every parameter
 shows its gradient from the first one on, and the first use of one ends that backward (``expect``).
 """
 
@@ -62,7 +63,7 @@ _BOUNDS = {
     _aten.clamp_min_.default: ("min",),
     _aten.clamp_max_.default: ("max",),
 }
-"""Operations that clamp between numbers, and what their arguments are."""
+"""Operations that clamp between numbers, with the names of their arguments."""
 _LIKE = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "new_zeros", "new_ones",
          "new_empty", "new_full")  # fmt: skip
 _EACH = {
@@ -74,19 +75,19 @@ _EACH = {
     _aten._foreach_clamp_min_.Scalar: _aten.clamp_min_.default,
     _aten._foreach_clamp_max_.Scalar: _aten.clamp_max_.default,
 }
-"""Operations on a list of tensors, as ``foreach=True`` has them, and the same on one."""
+"""Operations on a list of tensors, as used by ``foreach=True``, with the operation on one tensor."""
 _REFERENCES = 3
-"""Of an object that nobody else has: from a dict, a local name, and the call that counts."""
+"""The references to an object that nobody else has: from a dict, a local name, and the call that counts."""
 _UNSCALE = _aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
 @dataclass(frozen=True)
 class _Copied:
-    """What a copy has of a gradient, which nobody may write to.
+    """The contents of a copy of a gradient, which nobody may write to.
 
     parts: this rank's elements, and the number of the first among the parameter's · scale: the loss scale that they are
-    multiplied with · square: of the norm, with the scale; None: not known · state: of the gradient when it was copied,
-    None: values were rounded, so that they are others.
+    multiplied with · square: of the norm, with the scale; None: not known · state: of the gradient when it was copied;
+    None: values were rounded, so they differ from the gradient's.
     """
 
     parts: list[tuple[Tensor, int]]
@@ -112,7 +113,7 @@ class ShardedGradient(Tensor):
         device: torch.device,
         copied: _Copied | None = None,
     ) -> ShardedGradient:
-        """The gradient of parameter ``index``. copied: it is a copy with these values."""
+        """Return the gradient of parameter ``index``. copied: it is a copy with these values."""
         shape = views.layout.parameters[index].shape
         made: ShardedGradient = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=device, storage_size=0
@@ -121,7 +122,7 @@ class ShardedGradient(Tensor):
         return made
 
     def __repr__(self, **_options: Any) -> str:  # type: ignore[override]
-        """Where it is, not what: reading it may need communication."""
+        """Describe the shape and the place of the gradient, not its values: reading them may need communication."""
         return f"ShardedGradient({self.views.describe(self.number)})"
 
     def __reduce_ex__(self, _protocol: Any) -> NoReturn:
@@ -131,19 +132,19 @@ class ShardedGradient(Tensor):
         self.views.refuse(self.number, "a copy")
 
     def numpy(self, **_options: Any) -> NoReturn:
-        """Refused, as what a rank holds is no array."""
+        """Raise ``UsageError``: a rank's part is no array."""
         self.views.refuse(self.number, "numpy()")
 
     def tolist(self) -> NoReturn:
-        """Refused likewise."""
+        """Raise ``UsageError``, as ``numpy`` does."""
         self.views.refuse(self.number, "tolist()")
 
     def __dlpack__(self, *_args: Any, **_options: Any) -> NoReturn:
-        """Refused: there is no memory to hand out."""
+        """Raise ``UsageError``: there is no memory to export."""
         self.views.refuse(self.number, "dlpack")
 
     def apply_(self, *_args: Any) -> NoReturn:
-        """Refused: torch's goes through the memory."""
+        """Raise ``UsageError``: torch's implementation uses the memory."""
         with self.views.telling(self.number):
             self.views.refuse(self.number, "apply_, map_ or map2_")
 
@@ -155,7 +156,7 @@ class ShardedGradient(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Carry out ``operation`` as [Note: Shown gradients] says."""
+        """Carry out ``operation`` as [Note: Shown gradients] describes."""
         return _carry_out(operation, args, kwargs or {})
 
 
@@ -191,7 +192,7 @@ def _carry_out(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def _refuse_collective(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Of torch.distributed: what it would bring could not reach the step."""
+    """Raise for an operation of torch.distributed: its result could not reach the step."""
     for each in tree_leaves((args, kwargs)):
         if isinstance(each, ShardedGradient):
             with each.views.telling(each.number):
@@ -204,14 +205,14 @@ def _is_accumulation(args: Sequence[Any]) -> bool:
 
 
 def _order(args: Sequence[Any], kwargs: Mapping[str, Any]) -> float | None:
-    """Of the norm of all elements that is asked for, where it is one; None for another question."""
+    """Return the order of a requested norm of all elements; None for any other request."""
     order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
     known = isinstance(order, int | float) and order > 0
     return float(order) if known and len(args) <= 2 and kwargs.get("dim") is None else None
 
 
 def _with_values(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """``operation`` on copies of the values, where this rank holds them; nothing may be written, or be a view."""
+    """Run ``operation`` on copies of the values, if this rank holds them; nothing may be written, or be a view."""
     name = operation._schema.name.split("::")[-1]
 
     def value_of(argument: Any) -> Any:
@@ -230,7 +231,7 @@ def _with_values(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def _one_by_one(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | None:
-    """``operation`` of `_EACH`, tensor after tensor; None where it is in place."""
+    """Run an ``operation`` of `_EACH` tensor by tensor; None if it is in place."""
     tensors, *others = args
     rows = [
         [row[number] if isinstance(row, (list, tuple)) else row for row in others] for number in range(len(tensors))
@@ -240,7 +241,7 @@ def _one_by_one(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 
 def _unscale(gradients: Sequence[Any], found: Tensor, inverse_scale: Tensor) -> None:
-    """``torch.amp.GradScaler.unscale_``: ``found`` is set where something is not finite, then all are multiplied."""
+    """``torch.amp.GradScaler.unscale_``: set ``found`` if a value is not finite, then multiply all gradients."""
     for gradient in gradients:
         if not isinstance(gradient, ShardedGradient):
             _UNSCALE([gradient], found, inverse_scale)
@@ -253,9 +254,9 @@ def _unscale(gradients: Sequence[Any], found: Tensor, inverse_scale: Tensor) -> 
 class GradientViews:
     """Shows ``parameters`` (of ``layout``) the gradients in ``buckets``.
 
-    changed: whether something else than a multiplication has changed them, so that the norm is not known · multiplied:
-    whether they were, so that it is another one than was exchanged · digest: of all changes so far, the same on ranks
-    that have made the same ones. tell: the other ranks of a change that was refused, and of what.
+    changed: whether anything but a multiplication has changed them, so the norm is not known · multiplied: whether they
+    were multiplied, so the norm differs from the exchanged one · digest: of all changes so far, equal on ranks that
+    have made the same ones.
     """
 
     def __init__(
@@ -272,6 +273,7 @@ class GradientViews:
         self._rank = rank
         self._parameters = parameters
         self._tell = tell
+        """Reports to the other ranks the error of a rejected change, and which change it was."""
         self._shown: dict[int, ShardedGradient] = {}
         self._made: dict[int, ShardedGradient] = {}
         self._squares: Tensor | None = None
@@ -291,19 +293,21 @@ class GradientViews:
                 self._of.setdefault(index, []).append(bucket_grad)
 
     def expect(self, complete: Callable[[], None]) -> None:
-        """A backward whose end nobody will announce has begun: show all; the first use of one calls ``complete``."""
+        """A backward whose end nobody will announce has begun: show all gradients; the first use of one calls
+        ``complete``.
+        """
         self.hide()
         self._complete = complete
         for index in self._of if self._parameters else ():
             self.expect_more(index)
 
     def expect_more(self, index: int) -> None:
-        """A gradient was taken from parameter ``index``; more may come, and the first use, as ``expect`` says."""
+        """Show parameter ``index`` again after its gradient was taken: more gradients, or the first use, may come."""
         if self._complete is not None:
             self._show(index)
 
     def take_digest(self) -> int:
-        """``digest``, which begins anew: called on every rank, where they may differ in it."""
+        """Return ``digest`` and reset it. Every rank calls this; the digests may differ."""
         digest, self.digest = self.digest, 0
         return digest
 
@@ -318,12 +322,12 @@ class GradientViews:
         by_squares: bool = True,
         fixed: str = "",
     ) -> None:
-        """The gradients of the parameters ``touched`` are complete.
+        """Show the gradients of the parameters ``touched``, which are complete.
 
-        squares: fp64 [parameters], the square of each one's norm, None: not known · again: exchanges and shows them
-        anew, after changes · powers: of all parameters, for norms of an order; collective · scale: what all are
-        multiplied with · by_squares: whether the norm that is stepped with follows from squares, so that it is known
-        after a multiplication · fixed: why they may not be changed any more.
+        squares: fp64 [parameters], the square of each one's norm; None: not known · again: exchanges them again after
+        changes, and shows them · powers: of all parameters, for norms of an order; collective · scale: the factor that
+        all are multiplied with · by_squares: whether the norm of the step follows from squares, so it is known after a
+        multiplication · fixed: why they may not be changed any more.
         """
         if not self._parameters:
             return
@@ -334,7 +338,7 @@ class GradientViews:
             self._show(index)
 
     def fix(self, why: str) -> None:
-        """What is shown may not be changed any more, and why; "" where it may."""
+        """Forbid changes of the shown gradients, with the reason ``why``; "" allows them."""
         self._fixed = why
 
     def _show(self, index: int) -> None:
@@ -347,13 +351,15 @@ class GradientViews:
             parameter.grad = view
 
     def _kept(self, index: int) -> ShardedGradient | None:
-        """The object that parameter ``index`` has shown before, where nobody else has kept it: to whoever has, it is
-        the gradient of that time."""
+        """Return the object that parameter ``index`` has shown before, if nobody else has kept it.
+
+        For a caller that has kept it, it is the gradient of that earlier time.
+        """
         view = self._made.get(index)
         return view if sys.getrefcount(view) <= _REFERENCES else None
 
     def require_current(self, view: ShardedGradient) -> None:
-        """``UsageError`` where ``view`` was shown in a window that is over."""
+        """Raise ``UsageError`` if ``view`` was shown in an earlier accumulation window."""
         if self._made.get(view.number) is not view:
             raise self._over(view.number)
 
@@ -365,7 +371,8 @@ class GradientViews:
         )
 
     def require_complete(self, index: int) -> None:
-        """Before a gradient is used: the backward is over; ``UsageError`` where its step is over, too."""
+        """End the backward before a gradient is used; ``UsageError`` if backward runs or the gradient's step is over.
+        """
         complete = self._complete
         if complete is not None and torch._C._current_graph_task_id() >= 0:
             raise UsageError(
@@ -382,7 +389,7 @@ class GradientViews:
             raise self._over(index)
 
     def hide(self) -> None:
-        """They are stepped with, forgotten, or another backward begins: ``grad`` is None again."""
+        """Set ``grad`` to None: gradients are stepped with, dropped, or another backward begins."""
         with torch._C.DisableTorchFunctionSubclass():  # poison is written as fast as any other tensor
             for index in self._shown:
                 self._parameters[index].grad = None
@@ -394,8 +401,10 @@ class GradientViews:
         self._window += 1
 
     def adopt(self, *, but: int | None = None) -> None:
-        """Before the step, or another backward: what the user has put in the place of a gradient is taken over, or
-        refused. but: a parameter into which autograd accumulates now."""
+        """Before the step, or another backward: take over the user's replacements of gradients, or reject them.
+
+        but: a parameter that autograd accumulates into now.
+        """
         with torch._C.DisableTorchFunctionSubclass():  # poison is asked as fast as any other tensor
             grads = {index: self._parameters[index].grad for index in self._shown}
         for index, view in self._shown.items():
@@ -411,7 +420,7 @@ class GradientViews:
 
     @contextmanager
     def telling(self, index: int) -> Iterator[None]:
-        """A change of parameter ``index``'s gradient: the other ranks are told of what is raised inside."""
+        """Report an exception inside to the other ranks, as a change of parameter ``index``'s gradient."""
         try:
             yield
         except Exception as error:
@@ -419,30 +428,33 @@ class GradientViews:
             raise
 
     def exchange_again(self) -> None:
-        """After changes: the norms are known again; collective."""
+        """Exchange the norms again, after changes; collective."""
         self.adopt()
         if self._again is not None:
             self._again()
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
-        """Those of the layout, in its order."""
+        """The parameters of the layout, in its order."""
         return self._parameters
 
     @property
     def squares(self) -> Tensor | None:
-        """Per parameter the square of its norm as it is now, fp64 [parameters] on the device; None: not known."""
+        """The square of each parameter's norm, with changes so far, fp64 [parameters] on the device; None: not known.
+        """
         return self._squares
 
     def square(self, indices: Sequence[int]) -> Tensor:
-        """The square of the norm of the gradients of ``indices`` together, as they are now: fp64 [1]."""
+        """Return the square of the norm of the gradients of ``indices`` together, with changes so far: fp64 [1]."""
         if self._squares is None:
             raise InternalError("the norm of gradients is asked for that were changed and not exchanged again")
         return self._squares[list(indices)].sum().view(1)
 
     def norm(self, index: int, order: float = 2.0) -> Tensor:
-        """A norm of a whole gradient, without the loss scale: 0-dim fp32. Another one than the 2-norm: collective,
-        where it is asked for first."""
+        """Return a norm of a whole gradient, without the loss scale: 0-dim fp32.
+
+        The first request for an order other than 2 is collective.
+        """
         if order == 2:
             return (self._square_of(index).sqrt() / self._scale).float()
         self.require_complete(index)
@@ -453,7 +465,7 @@ class GradientViews:
         return norm_from_powers(self._powers[order][index], order, self._scale)
 
     def norm_of_copy(self, copy: ShardedGradient, order: float) -> Tensor | None:
-        """As ``norm``, of a copy; None where it follows from its values alone."""
+        """As ``norm``, of a copy; None if only its values determine it."""
         copied = copy.copied
         if copied is not None and copied.state is not None:
             if copied.state == self._state(copy.number):
@@ -463,11 +475,11 @@ class GradientViews:
         return None
 
     def _state(self, index: int) -> tuple[int, int]:
-        """Another one after each change of the gradient, and in each window."""
+        """Return a value that differs after each change of the gradient, and in each accumulation window."""
         return self._window, self._changes.get(index, 0)
 
     def is_finite(self, index: int) -> bool:
-        """Whether every element of it is."""
+        """Return whether every element of the gradient is finite."""
         return math.isfinite(self._square_of(index).item())
 
     def _square_of(self, index: int) -> Tensor:
@@ -479,7 +491,7 @@ class GradientViews:
         return self._squares[index]
 
     def change(self, index: int, operation: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> None:
-        """An in-place operation, element by element: ``operation(gradient, *arguments)`` on what this rank holds."""
+        """Run ``operation(gradient, *arguments)``, in place and element by element, on this rank's elements."""
         with self.telling(index):
             self._change(index, operation, arguments, options)
 
@@ -518,7 +530,7 @@ class GradientViews:
                 self._squares, self.changed = None, True
 
     def _note(self, index: int, operation: Any, arguments: Sequence[Any]) -> None:
-        """Join a change to the digest; numbers on another device than the CPU are not waited for."""
+        """Add a change to the digest, without waiting for numbers on a device other than the CPU."""
         told = []
         for each in arguments:
             number = type(each) is Tensor and each.numel() == 1 and each.device.type == "cpu"
@@ -526,11 +538,11 @@ class GradientViews:
         self.note(index, str(operation), told)
 
     def note(self, *told: Any) -> None:
-        """Join to the digest what was done to gradients."""
+        """Add a change of gradients to the digest."""
         self.digest = zlib.crc32(repr(told).encode(), self.digest)
 
     def copied(self, view: ShardedGradient, dtype: torch.dtype) -> _Copied:
-        """What a copy of ``view`` in ``dtype`` has."""
+        """Return the contents of a copy of ``view`` in ``dtype``."""
         index, earlier = view.number, view.copied
         if earlier is None:
             self.require_complete(index)
@@ -545,8 +557,10 @@ class GradientViews:
         return _Copied(parts, earlier.scale, None if rounded else earlier.square, None if rounded else earlier.state)
 
     def values(self, view: ShardedGradient, what: str) -> Tensor:
-        """A copy of the whole gradient, where every rank holds it; ``UsageError`` elsewhere, on every rank, as another
-        one would wait for those that can go on. what: wants to read it."""
+        """Return a copy of the whole gradient if every rank holds it, else raise ``UsageError`` on every rank.
+
+        If only some ranks raised, the others would continue and wait for them. what: the operation that reads it.
+        """
         index, copied = view.number, view.copied
         if copied is None:
             self.require_current(view)
@@ -562,13 +576,13 @@ class GradientViews:
         return shaped(flat if scale == 1 else (flat.float() / scale).to(flat.dtype), spec)
 
     def describe(self, index: int) -> str:
-        """For people: name, shape, what this rank holds of it."""
+        """Return a text: name, shape, how many elements this rank holds."""
         spec = self.layout.parameters[index]
         held = sum(part.numel() for part, *_ in self._parts(index)) if index in self._shown else 0
         return f"{spec.name!r}, shape {spec.shape}, rank {self._rank} holds {held} of {spec.numel} elements"
 
     def refuse(self, index: int, what: str) -> NoReturn:
-        """``UsageError``: ``what`` needs values that this rank does not have."""
+        """Raise ``UsageError``: ``what`` needs values that this rank does not have."""
         name = self.layout.parameters[index].name
         raise UsageError(
             f"{what} of {name!r}.grad is not possible (rank {self._rank}): it stands for a gradient in the engine's "
@@ -595,7 +609,8 @@ class GradientViews:
         )
 
     def _parts(self, index: int) -> Iterator[tuple[Tensor, int, torch.dtype]]:
-        """What this rank holds: (elements as a view, number of the first among the parameter's, the values' dtype)."""
+        """Yield this rank's parts: (elements as a view, number of the first among the parameter's, the values' dtype).
+        """
         for state in self._of[index]:
             piece, flat = state.pieces[index], state.gradient
             if flat is None:
@@ -606,7 +621,7 @@ class GradientViews:
                 yield flat[start - first : end - first], piece.offset + start - piece.start, state.wire
 
     def _local(self, argument: Any, index: int, offset: int, part: Tensor) -> Any:
-        """``argument`` of an operation, for the elements from ``offset`` on that ``part`` holds."""
+        """Return ``argument`` of an operation, for the elements from ``offset`` on that ``part`` holds."""
         if not isinstance(argument, Tensor):
             return argument
         spec = self.layout.parameters[index]
@@ -620,7 +635,8 @@ class GradientViews:
         return flat[offset : offset + part.numel()].to(part.device)
 
     def _same_elements(self, argument: ShardedGradient, offset: int, part: Tensor) -> Tensor:
-        """The elements of ``part``, from number ``offset`` on, in a copy of the same gradient, or in itself."""
+        """Return the elements of ``part``, from number ``offset`` on, from a copy of the same gradient or from itself.
+        """
         if argument.copied is None:
             self.require_current(argument)
             return part.clone()
@@ -637,7 +653,7 @@ class GradientViews:
 
 
 def _factor(operation: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> Tensor | None:
-    """What a gradient is multiplied with: 0-dim fp64; None where ``operation`` does something else."""
+    """Return the factor of a multiplication or division: 0-dim fp64; None for any other ``operation``."""
     if operation not in _FACTORS or options or isinstance(arguments[0], ShardedGradient):
         return None
     if isinstance(arguments[0], Tensor) and arguments[0].numel() != 1:
@@ -649,7 +665,7 @@ def _factor(operation: Any, arguments: Sequence[Any], options: Mapping[str, Any]
 def _scaled_bounds(
     operation: Any, arguments: Sequence[Any], options: Mapping[str, Any], scale: float
 ) -> list[float] | None:
-    """The bounds between which ``operation`` clamps, times ``scale``; None where it does something else."""
+    """Return the bounds of a clamp between numbers, times ``scale``; None for any other ``operation``."""
     if operation not in _BOUNDS:
         return None
     given = dict(zip(_BOUNDS[operation], arguments, strict=False)) | dict(options)
@@ -660,13 +676,15 @@ def _scaled_bounds(
 
 
 def _clamp_finite(target: Tensor, low: float, high: float) -> None:
-    """Clamp a gradient that is multiplied with the loss scale. An overflow stays one: the step is skipped for it."""
+    """Clamp a gradient that is multiplied with the loss scale. An overflow is kept, so the step is still skipped."""
     bounds = torch.tensor([low, high], dtype=torch.float64).to(target.dtype).to(target.device)
     target.copy_(torch.where(target.isfinite(), target.clamp(bounds[0], bounds[1]), target))
 
 
 def taken(parameter: Tensor) -> tuple[ShardedGradient | None, Tensor | None]:
-    """(what ``parameter`` showed, the gradient that autograd has just accumulated); ``grad`` is None afterwards."""
+    """Return (the gradient that ``parameter`` showed, the one that autograd has just accumulated); set ``grad`` to
+    None.
+    """
     shown, parameter.grad = parameter.grad, None
     if not isinstance(shown, ShardedGradient):
         return None, shown

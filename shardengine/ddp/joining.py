@@ -1,16 +1,17 @@
-"""Ranks with unequal numbers of batches: what each says of its own in the step's message, and what it hears.
+"""Ranks with unequal numbers of batches: the byte that each adds to the step's message, and how the others use it.
 
-Owns: that byte, who has run dry, what a gradient is divided by then. Must not know: how a rank without data takes part.
+Owns: that byte, which ranks have run dry, the divisor of gradients then. Must not know: how a rank without data takes
+part.
 
-[Note: Uneven inputs] Inside of ``engine.join()`` a rank whose body has ended takes part in the windows of the others
-with zeros. Nobody tells them beforehand: in the message with which ranks agree on a window's gradients each one has a
-byte that says how many micro-batches of its own that window had, if it has no more. So all ranks know the same, and
-act on it in the same window: a window in which every rank has run dry is the last one, and is dropped where none had a
-micro-batch in it. One that ends with the last window cannot know that it does, so that one window without data follows
-the last one with data, once, unless all ranks run dry in the middle of a window.
+[Note: Uneven inputs] Inside ``engine.join()`` a rank whose body has ended takes part in the accumulation windows of the
+others with zeros. The others learn this from the message that agrees on a window's gradients. In it each rank has a
+byte: if it has no more data, the number of micro-batches that it had in that window. So all ranks know the same, and
+act on it in the same window. A window after which every rank has run dry is the last one; it is dropped if no rank had
+a micro-batch in it. A rank whose data ends exactly with a window does not know this yet. So one window without data
+follows the last one with data, unless all ranks run dry in the middle of a window.
 
-The byte is in every step's message, also where no join is open: a rank that has called ``engine.join`` alone would
-otherwise send a longer message than the others, and nobody could be told.
+The byte is in every step's message, even if no join is open: a rank that alone has called ``engine.join`` would
+otherwise send a longer message than the others, and the mismatch could not be reported.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ _BY_ACTIVE, _THROWS = 128, 64
 
 @dataclass(frozen=True)
 class Attendance:
-    """What every rank has said of a window. own: a rank's micro-batches in it, None where it still has data."""
+    """The reports of all ranks about an accumulation window.
+
+    own: each rank's micro-batches in it, None if the rank still has data.
+    """
 
     own: tuple[int | None, ...]
 
@@ -48,20 +52,21 @@ class Attendance:
         return len(self.dry) == len(self.own)
 
     def micro_batches_of(self, rank: int, whole: int) -> int:
-        """Those of ``rank``. whole: of a rank that has data."""
+        """Return the micro-batches of ``rank``. whole: those of a rank that has data."""
         count = self.own[rank]
         return whole if count is None else count
 
     def micro_batches(self, whole: int) -> int:
-        """Of all ranks together; as ``micro_batches_of``."""
+        """Return the micro-batches of all ranks together. whole: as in ``micro_batches_of``."""
         return sum(self.micro_batches_of(rank, whole) for rank in range(len(self.own)))
 
 
 class Join:
-    """Whether ``engine.join`` is open on this rank (``serves``: and this rank has run dry), and what was heard.
+    """Whether ``engine.join`` is open on this rank (``serves``: and this rank has run dry), and the other ranks'
+    reports.
 
-    source: the rank whose buffers are everybody's, the first that had a micro-batch in the last window · heard: of the
-    running window, None: nothing yet · gone: the ranks that are known to have run dry.
+    source: the rank whose buffers all ranks use: the first that had a micro-batch in the last accumulation window ·
+    heard: the reports of the running window, None: none yet · gone: the ranks that are known to have run dry.
     """
 
     def __init__(self, rank: int = 0, ranks: int = 1) -> None:
@@ -76,20 +81,23 @@ class Join:
         self.gone: list[int] = []
 
     def open(self, *, by_active: bool, throws: bool) -> None:
-        """``engine.join`` begins. by_active: the mean is over ranks with a micro-batch · throws: if one runs dry."""
+        """Begin ``engine.join``.
+
+        by_active: the mean is over ranks with a micro-batch · throws: raise if one runs dry.
+        """
         self.is_open, self._by_active, self._throws = True, by_active, throws
 
     def run_dry(self, own: int) -> None:
-        """This rank has no more data; it had ``own`` micro-batches of the running window."""
+        """This rank has no more data; it had ``own`` micro-batches of the running accumulation window."""
         self._own, self.serves = own, True
 
     def close(self) -> None:
-        """``engine.join`` ends, in whichever way."""
+        """End ``engine.join``, in whichever way."""
         self.is_open = self.serves = self._by_active = self._throws = False
         self._own, self.heard, self.source, self.gone = None, None, 0, []
 
     def end_window(self) -> None:
-        """The window was stepped or dropped: what was heard of it holds no longer."""
+        """The accumulation window was stepped or dropped: the reports about it are no longer valid."""
         if self.heard is not None and self.heard.active:
             self.source = self.heard.active[0]
         self.heard = None
@@ -97,28 +105,33 @@ class Join:
 
     @property
     def is_idle(self) -> bool:
-        """Whether this rank has no micro-batch in the running window."""
+        """Whether this rank has no micro-batch in the running accumulation window."""
         return self._own == 0
 
     @property
     def share(self) -> float:
-        """By what the window's gradient is too small: the part of the ranks that had a micro-batch, where the mean is
-        over those; else 1."""
+        """The factor by which the window's gradient is too small.
+
+        If the mean is over ranks with a micro-batch, it is the share of these ranks; else 1.
+        """
         if not self._by_active or self.heard is None or not self.heard.active:
             return 1.0
         return len(self.heard.active) / self._ranks
 
     @property
     def byte(self) -> int:
-        """What this rank says."""
+        """The byte of this rank."""
         if not self.is_open:
             return _NONE
         own = _HAS_DATA if self._own is None else min(self._own, _MOST)
         return own | _BY_ACTIVE * self._by_active | _THROWS * self._throws
 
     def hear(self, said: Sequence[int]) -> None:
-        """Every rank's byte. ``MismatchError`` where they differ in what is open; ``EarlyTerminationError`` where that
-        was asked for. Both are raised on every rank."""
+        """Read every rank's byte.
+
+        ``MismatchError`` if ranks differ in whether a join is open, or in its options; ``EarlyTerminationError`` if
+        that was requested and a rank has run dry before others. Both are raised on every rank.
+        """
         if not self.is_open and set(said) == {_NONE}:  # of thousands of ranks, in every step
             return
         options = [None if each & 63 == _NONE else each & ~63 for each in said]

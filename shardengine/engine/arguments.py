@@ -1,6 +1,6 @@
-"""The kinds of what ``initialize`` is called with, checked before anything else. Owns: one sentence for each.
+"""Checks the types of the arguments of ``initialize`` before anything else. Owns: one error message for each.
 
-Must not know: what becomes of it.
+Must not know: the use of the arguments.
 """
 
 from __future__ import annotations
@@ -31,12 +31,15 @@ OptimizerLike = (
     | None
 )
 _NO_MEMBER = dist.GroupMember.NON_GROUP_MEMBER
-"""What torch gives a rank that is not in the group."""
+"""The object that torch returns to a rank outside a new group."""
 _ORDER = "expected initialize(model, config, optimizer=..., lr_scheduler=...)"
 
 
 def checked(initialize: Callable[_P, _T]) -> Callable[_P, _T]:
-    """``initialize`` with its arguments checked: TypeError for names and numbers of them, UsageError for kinds."""
+    """Return ``initialize`` with checks of its arguments.
+
+    Wrong names or numbers of arguments raise TypeError, wrong types UsageError.
+    """
     signature = inspect.signature(initialize)
     known = list(signature.parameters)
 
@@ -71,7 +74,7 @@ def _check(
     batch: Any = None,
     loss: Any = None,
 ) -> None:
-    """``UsageError`` for the first argument that is of another kind than it can be."""
+    """Raise ``UsageError`` for the first argument of a wrong type."""
     if torch.is_inference_mode_enabled():
         raise UsageError(
             "shardengine.initialize: expected a call outside of torch.inference_mode(): nothing trains in it",
@@ -129,7 +132,7 @@ def _no_module(model: Any, config: Any) -> UsageError:
 
 
 def said_by(optimizer: OptimizerLike) -> dict[str, Any]:
-    """What a given optimizer says of the config's "auto"."""
+    """The values that an optimizer object provides for keys that are "auto" in the config."""
     if not isinstance(optimizer, torch.optim.Optimizer) or optimizer.defaults.get("lr") is None:
         return {}
     return {"optimizer.params.lr": float(optimizer.defaults["lr"])}
@@ -143,7 +146,7 @@ def _refused(name: str, expected: str, value: Any, cure: str) -> UsageError:
 
 
 def _kind(value: Any) -> str:
-    """What ``value`` is, for errors."""
+    """A description of ``value`` for errors."""
     if value is None:
         return "None"
     if isinstance(value, str):

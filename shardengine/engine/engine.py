@@ -75,8 +75,9 @@ _log = logging.getLogger(__name__)
 
 
 class Engine(Inspection):
-    """Trains one module. It is not an ``nn.Module``: names have no prefix, and unknown attributes are read from the
-    module.
+    """Trains one module. It is not an ``nn.Module``.
+
+    Names of parameters have no prefix, and unknown attributes are read from the module.
     """
 
     def __init__(
@@ -207,10 +208,10 @@ class Engine(Inspection):
             _log.warning("%s", notice)
 
     def _send_buffers(self) -> None:
-        """Broadcast the module's buffers once per accumulation window of a training, from rank 0 or from a rank with
-        data.
+        """Broadcast the module's buffers once per accumulation window of a training.
 
-        A rank without data does as in its last window, because its loop may have ended with ``eval()``.
+        They come from rank 0, or from a rank with data. A rank without data does as in its last window, because its
+        loop may have ended with ``eval()``.
         """
         join = self._core.step_state.join
         trains = self._buffers_travel if join.serves else self.module.training
@@ -274,10 +275,10 @@ class Engine(Inspection):
         return scaled.detach()
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return ``loss`` multiplied with the loss scale of fp16, for a ``backward()`` of your own, which must come
-        next.
+        """Return ``loss`` multiplied with the loss scale of fp16, for a ``backward()`` of your own.
 
-        Returns ``loss`` itself if the loss is not scaled. ``UsageError`` if it is no scalar with a graph.
+        That backward must come next. Returns ``loss`` itself if the loss is not scaled. ``UsageError`` if it is no
+        scalar with a graph.
         """
         schedule, optimizer = self._need_core().schedule, self._need_optimizer("scale()")
         if not isinstance(loss, Tensor) or not loss.requires_grad or loss.numel() != 1:
@@ -302,8 +303,9 @@ class Engine(Inspection):
 
     @reports_failure("register_comm_hook")
     def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
-        """Let ``hook(state, bucket)`` combine the gradients of all ranks, as in torch's DDP; collective, between two
-        steps.
+        """Let ``hook(state, bucket)`` combine the gradients of all ranks, as in torch's DDP; collective.
+
+        Call it between two steps, with the same function and the same type of ``state`` on every rank.
 
         bucket: this rank's gradients, see ``comm_hooks.GradBucket``.
 
@@ -312,7 +314,7 @@ class Engine(Inspection):
 
         If a rank keeps only a slice of the gradients, it takes that slice of the result, so more bytes are sent than
         without a hook. ``traffic()`` does not include the bytes that the hook sends. ``UsageError`` if this engine
-        cannot use the hook, ``MismatchError`` if ranks pass different functions or different types of ``state``.
+        cannot use the hook, ``MismatchError`` if ranks pass different functions or types.
         """
         comm_hooks.register(self._need_core(), hook, state)
 
@@ -327,16 +329,16 @@ class Engine(Inspection):
 
         When the loop of a rank has ended, that rank takes part with zeros in the micro-batches and steps of the others,
         until all loops have ended. Then all ranks leave the ``with``, with the same weights, states and steps. A step
-        that a rank has begun uses the micro-batches that it had. After the last step follows one without data, in which
-        the ranks learn that all have ended.
+        that a rank has begun uses the micro-batches that it had. After the last step the ranks run one accumulation
+        window without data, to learn that all have ended.
 
         divide_by_initial_world_size: True divides gradients by the number of all ranks, False by the number of ranks
         that had a micro-batch in the step.
 
         enable: False makes this call do nothing.
 
-        throw_on_early_termination: raise ``EarlyTerminationError`` on every rank in the first step for which a rank has
-        no data. That step is dropped.
+        throw_on_early_termination: raise ``EarlyTerminationError`` on every rank in the first step that a rank has no
+        data for. That step is dropped.
 
         Inside, make no other call that every rank has to make: not ``clip_grad_norm_``, ``full_params``, ``state_dict``
         and the like, no evaluation at stage 3, and no ``save_checkpoint`` after a rank has run out of data. At stage 3
@@ -363,21 +365,21 @@ class Engine(Inspection):
     # The step
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Set whether the current micro-batch is the last one of its optimizer step. The next applied step resets
-        this.
+        """Set whether the current micro-batch is the last one of its optimizer step.
+
+        The setting ends when a step is applied.
         """
         self._core.step_state.require("a call of every rank", "set_gradient_accumulation_boundary()")
         self._window.set_boundary(bool(is_boundary))
 
     @reports_failure("set_train_batch_size")
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the number of samples per optimizer step, over all ranks, from the next step on; collective, between
-        two steps.
+        """Change the number of samples per optimizer step, over all ranks, from the next step on; collective.
 
-        The size of micro-batches stays. ``gradient_accumulation_steps()`` changes, and so does the divisor of losses in
-        ``backward``. ``UsageError`` if the number of samples is not divisible by ranks times micro-batch size,
-        ``MismatchError`` if ranks disagree; then nothing has changed. Checkpoints do not contain this setting: call it
-        again after ``load_checkpoint``.
+        Call it between two steps. The size of micro-batches stays. ``gradient_accumulation_steps()`` changes, and so
+        does the divisor of losses in ``backward``. ``UsageError`` if the number of samples is not divisible by ranks
+        times micro-batch size, ``MismatchError`` if ranks disagree; then nothing has changed. Checkpoints do not set
+        it: call it again after ``load_checkpoint``.
         """
         self.config = settings_between_steps.set_batch(
             self._need_core(), self.config, "set_train_batch_size", total=train_batch_size
@@ -399,7 +401,8 @@ class Engine(Inspection):
         """Divide sums of gradients over ranks by ``factor`` from the next step on; collective, between two steps.
 
         It replaces ``gradient_divide_factor`` of the config, whose default is the number of ranks. ``UsageError``
-        unless it is a finite number above 0, ``MismatchError`` if ranks disagree; then nothing has changed.
+        unless it is a finite number above 0, or if a communication hook returns means. ``MismatchError`` if ranks
+        disagree. After an error nothing has changed.
         """
         self.config = settings_between_steps.set_divide_factor(
             self._need_core(), self.config, "set_gradient_divide_factor", factor
@@ -407,11 +410,10 @@ class Engine(Inspection):
 
     @reports_failure("step")
     def step(self, *, flush: bool = False) -> None:
-        """Apply the optimizer step if the current micro-batch is the last one of it; otherwise only count the
-        micro-batch.
+        """Apply the optimizer step on the boundary; on other micro-batches only count.
 
-        An applied step clips the gradients, updates the weights, gathers them if they are kept whole, steps the
-        scheduler, and frees the gradients.
+        The boundary is the last micro-batch of an optimizer step. An applied step clips the gradients, updates the
+        weights, gathers them if they are kept whole, steps the scheduler, and frees the gradients.
 
         flush: True ends the optimizer step here, although its last backward was not on the boundary.
 
@@ -574,12 +576,11 @@ class Engine(Inspection):
 
     @reports_failure("average_replicas")
     def average_replicas(self) -> None:
-        """Average shard groups that step on their own (comm_hook post_local_sgd or gossip); collective, between two
-        steps.
+        """Average shard groups that step on their own (comm_hook post_local_sgd or gossip); collective.
 
-        The stepped weights and the optimizer's states become the mean over the groups. Nothing happens if the groups
-        are the same, as after every ``period`` steps. Calls that return or save weights or states (``save_checkpoint``,
-        ``state_dict``, …) require this call if the groups differ.
+        Call it between two steps. The stepped weights and the optimizer's states become the mean over the groups.
+        Nothing happens if the groups are the same, as after every ``period`` steps. Calls that return or save weights
+        or states (``save_checkpoint``, ``state_dict``, …) require this call if the groups differ.
         """
         core = self._need_core()
         if self.optimizer is not None and core.step_state.replicas.since:
@@ -587,8 +588,7 @@ class Engine(Inspection):
             self._report.leave_out(core.sent())
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the norm of the complete gradient before clipping, of the last finished step; None before the first
-        step.
+        """Return the norm of the last finished step's complete gradient before clipping; None before the first step.
 
         It is the 2-norm, or the norm of the order set by ``gradient_clipping_norm_type`` or ``clip_grad_norm_``. In
         fp16 a norm that is not finite is returned as inf: an overflow, even if it made NaNs.
@@ -598,8 +598,7 @@ class Engine(Inspection):
         return None if norm is None else norm.item()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float | None = None) -> float:
-        """Clip the gradients of the coming step to ``max_norm``, instead of the config's value; return the norm before
-        clipping.
+        """Clip the coming step's gradients to ``max_norm``, not the config's value; return the norm before clipping.
 
         norm_type: the order of the norm, ``math.inf`` for the largest magnitude; None for the config's. The call is
         collective if the order differs from the config's.
@@ -630,13 +629,12 @@ class Engine(Inspection):
     def full_grads(
         self, names: Iterable[str] | None = None, *, writable: bool = False
     ) -> AbstractContextManager[dict[str, Tensor | None]]:
-        """Return a context manager that yields name → the full gradient of the step, before clipping, on every rank;
-        collective.
+        """Return a context manager that yields name → the full gradient of the step, on every rank; collective.
 
-        Call it between the backward on the boundary and ``step()``, when gradients are complete. The dict has every
-        name asked for (None: all). The value is None if no rank used the parameter, or if it is frozen or has no
-        elements. Tied names share a tensor. Gradients have the dtype in which they are sent, and were rounded to it. If
-        the loss is scaled they are in fp32, without the scale.
+        The gradients are those before clipping. Call it between the backward on the boundary and ``step()``, when
+        gradients are complete. The dict has every name asked for (None: all). The value is None if no rank used the
+        parameter, or if it is frozen or has no elements. Tied names share a tensor. Gradients have the dtype that they
+        are sent in, and were rounded to it. If the loss is scaled they are in fp32, without the scale.
 
         writable: True makes every rank step with rank 0's writes, and the norm is computed again. An exception inside
         the ``with``, on any rank, then leaves all gradients unchanged and raises on all ranks.
@@ -681,8 +679,7 @@ class Engine(Inspection):
 
     @reports_failure("load_state_dict")
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load weights and buffers from a whole state dict, as ``torch.nn.Module.load_state_dict``; collective, at any
-        stage.
+        """Load weights and buffers from a whole state dict, as ``torch.nn.Module.load_state_dict``; collective.
 
         state_dict: the whole dict on rank 0, whose values are used; the same or {} on other ranks. Hooks and modules
         with their own way of loading run on every rank that has the dict.
@@ -691,9 +688,9 @@ class Engine(Inspection):
 
         assign: must be False, because the engine's buckets hold the weights.
 
-        Returns missing_keys and unexpected_keys. A tensor of another shape raises ``UsageError``. After an error
-        nothing has changed, except in a model with quantised modules, which load last. Master weights follow, and keep
-        their bits if the weights still are those bits rounded.
+        Works at every stage. Returns missing_keys and unexpected_keys. A tensor of another shape raises ``UsageError``.
+        After an error nothing has changed, except in a model with quantised modules, which load last. Master weights
+        follow, and keep their bits if they still round to the weights.
         """
         return loading_weights.load(self._need_core(), self.module, state_dict, strict=strict, assign=assign)
 
@@ -841,9 +838,9 @@ class Engine(Inspection):
         """Detach the engine: the module is an ordinary one again, with whole weights, and its process groups end;
         collective.
 
-        restore: False gathers nothing. Sharded weights stay sharded, where they are kept, without the optimizer's
-        states. The module then rejects use until ``initialize`` is called with it on the same ranks, with any config.
-        That engine begins with the same bits, including those of master weights.
+        restore: False gathers nothing. Sharded weights stay sharded, in their tiers (device, CPU, NVMe), without the
+        optimizer's states. The module then rejects use until ``initialize`` is called with it on the same ranks, with
+        any config. That engine begins with the same bits, including those of master weights.
 
         ``CommunicationError`` if weights are sharded and another rank does not close its engine at this place. In a
         ``finally`` or an ``except`` an error of this call is logged, and the first error stays visible. A second call

@@ -1,6 +1,6 @@
-"""An engine that its model holds, so that who makes another one over the model finds it. Owns: where it is held.
+"""Stores an engine on its model, so that code which makes another engine of the model finds it. Owns: the attribute.
 
-Must not know: who asks. Frameworks drop engines that they have made, and keep the model, whose hooks the engine needs
+Must not know: who asks. Frameworks drop engines that they have made and keep the model, whose hooks need the engine
 until it is closed.
 """
 
@@ -16,7 +16,7 @@ _HELD = "_shardengine_held"
 
 
 class _Held:
-    """A reference that copies of a model, and files, do not have."""
+    """A reference that copies and files of a model do not include."""
 
     def __init__(self, engine: Engine | None = None) -> None:
         self.engine = engine
@@ -29,12 +29,12 @@ class _Held:
 
 
 def hold(engine: Engine) -> None:
-    """The model of ``engine`` keeps it for as long as it lives, or until it has another one."""
+    """Store ``engine`` on its model, until the model is gone or holds another one."""
     vars(engine.module)[_HELD] = _Held(engine)
 
 
 def engine_of(model: nn.Module) -> Engine | None:
-    """The open engine that ``model`` holds."""
+    """Return the open engine that ``model`` holds, or None."""
     held = vars(model).get(_HELD)
     engine = held.engine if isinstance(held, _Held) else None
     return engine if engine is not None and engine.module is model and engine.is_open else None

@@ -1,7 +1,7 @@
-"""Uneven inputs: a rank that has run out of data takes part in the steps of the others until all have.
+"""Uneven inputs: a rank that has run out of data takes part in the steps of the others until all have run out.
 
-Owns: what it does instead of its loop. Must not know: how ranks hear of each other (ddp/joining), in which order
-collectives are issued (runtime/recorded_window), how a step is done.
+Owns: the calls that such a rank makes instead of its loop. Must not know: how ranks learn of each other (ddp/joining),
+the order of collectives (runtime/recorded_window), the work of a step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shardengine.errors import CommunicationError, EarlyTerminationError, Mismat
 from shardengine.optim import ShardedOptimizer
 
 _open: list[Join] = []
-"""Of the engines of this process."""
+"""The open joins of the engines of this process."""
 
 
 _GUESSED = (
@@ -28,9 +28,12 @@ _GUESSED = (
 
 @dataclass(frozen=True)
 class Loop:
-    """What a loop does with the engine. core: today's, of which a new layout makes another · buffers: what its forward
-    sends of them, if that is due · step: as the engine's · drop: the window; total: as ``StepState.restart`` · is_open:
-    whether the engine is."""
+    """The calls of a training loop on an engine.
+
+    core: returns the current core, which a new layout replaces · buffers: sends buffers as a forward does, if that is
+    due · step: as the engine's · drop: drops the accumulation window; its argument: as total of ``StepState.restart`` ·
+    is_open: whether the engine is open.
+    """
 
     core: Callable[[], Core]
     buffers: Callable[[], None]
@@ -41,7 +44,10 @@ class Loop:
 
 @contextmanager
 def joined(optimizer: ShardedOptimizer, loop: Loop, *, by_active: bool, throws: bool) -> Iterator[None]:
-    """See ``Engine.join``. by_active: the mean is over the ranks that have data · throws: if one runs out of it."""
+    """See ``Engine.join``.
+
+    by_active: the mean is over the ranks that have data · throws: raise if a rank runs out of data.
+    """
     core = loop.core()
     core.schedule.finish_open_backward()
     core.step_state.require("engine.join()")
@@ -77,7 +83,7 @@ def joined(optimizer: ShardedOptimizer, loop: Loop, *, by_active: bool, throws: 
         loop.drop(None)
         raise
     except (CommunicationError, MismatchError):
-        raise  # what this rank has said of it stands
+        raise  # this rank has reported it already
     except BaseException as error:
         failures = loop.core().collectives.failures
         if failures.knows(error):  # a call of the engine has reported it
@@ -114,7 +120,7 @@ def _serve_until_all_have_run_dry(optimizer: ShardedOptimizer, loop: Loop) -> No
 
 
 def _serve_window(loop: Loop) -> None:
-    """What is left of the window, up to what is heard of it, with zeros."""
+    """Run the rest of the accumulation window with zeros, as far as other ranks run it."""
     core = loop.core()
     state, window, schedule = core.step_state, core.window, core.schedule
     guesses = schedule.guesses

@@ -1,8 +1,8 @@
 """Monitors that send the numbers of steps to a service, through the service's own package: wandb, mlflow, comet_ml.
 
-Owns: what each package is asked for. Must not know: engines, steps. A run that the script has opened with the package
-is used and left open; otherwise one is opened, and closed with the engine. Who logs in where, and with what key, is the
-package's matter: its environment variables and files.
+Owns: the calls of each package. Must not know: engines, steps. A run that the script has opened with the package is
+used and left open. Otherwise a run is opened, and closed with the engine. Accounts and keys are configured through the
+package's own environment variables and files.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from shardengine.config import CometConfig, MlflowConfig, WandbConfig
 
 PREFIX = "train/"
-"""Before the name of each number."""
+"""The prefix of each number's name."""
 
 
 def _package(name: str, install: str | None = None) -> Any:
@@ -29,10 +29,10 @@ def _package(name: str, install: str | None = None) -> Any:
 
 
 class WandbMonitor:
-    """Weights & Biases. The axis of each number is ``train/step``, so that a resumed run may write a step again."""
+    """Weights & Biases. The axis of each number is ``train/step``, so a resumed run may write a step again."""
 
     def __init__(self, config: WandbConfig, prefix: str = PREFIX) -> None:
-        """Open a run, unless ``wandb.run`` is one. ModuleNotFoundError without the package."""
+        """Open a run, unless ``wandb.run`` is open. ModuleNotFoundError without the package."""
         wandb = _package("wandb")
         self._is_ours, self._prefix = wandb.run is None, prefix
         self._run = wandb.run or wandb.init(project=config.project, entity=config.team, group=config.group)
@@ -54,7 +54,7 @@ class WandbMonitor:
 
 
 class MlflowMonitor:
-    """MLflow, by its client: a run that is opened here does not become the program's active one."""
+    """MLflow, through its client: a run that is opened here does not become the program's active run."""
 
     def __init__(self, config: MlflowConfig, prefix: str = PREFIX) -> None:
         """Begin a run, unless the program has an active one. ModuleNotFoundError without the package."""
@@ -76,8 +76,10 @@ class MlflowMonitor:
         return run_id
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Log the values of ``step`` in one request, on the way while the next step computes; raises what the last
-        request has met."""
+        """Log the values of ``step`` in one request, which is in flight while the next step computes.
+
+        Raises the error of the previous request.
+        """
         now = int(time.time() * 1000)
         metrics = [self._metric(f"{self._prefix}{name}", value, now, step) for name, value in values.items()]
         self._wait()
@@ -89,14 +91,14 @@ class MlflowMonitor:
             self._sent = None
 
     def close(self) -> None:
-        """End the run, if it was begun here, when the last request is done."""
+        """Wait for the last request, then end the run if it was begun here."""
         self._wait()
         if self._is_ours:
             self._client.set_terminated(self._run_id)
 
 
 class CometMonitor:
-    """Comet. Its key is the environment's ``COMET_API_KEY``, or that of its own file."""
+    """Comet. Its key comes from the environment variable ``COMET_API_KEY`` or from Comet's own file."""
 
     def __init__(self, config: CometConfig, prefix: str = PREFIX) -> None:
         """Start an experiment, unless the program has one. ModuleNotFoundError without the package."""
@@ -114,13 +116,13 @@ class CometMonitor:
         self._every, self._next = config.samples_log_interval, 0.0
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Log the values of ``step``, if enough samples have passed since the last time."""
+        """Log the values of ``step`` if enough samples have passed since the last write."""
         samples = values.get("samples", self._next)
         if samples >= self._next:
             self._next = samples + self._every
             self._experiment.log_metrics({f"{self._prefix}{name}": value for name, value in values.items()}, step=step)
 
     def close(self) -> None:
-        """End the experiment, if it was started here; what was logged is sent first."""
+        """End the experiment if it was started here. Pending values are sent first."""
         if self._is_ours:
             self._experiment.end()

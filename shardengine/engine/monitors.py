@@ -1,11 +1,11 @@
-"""Where the numbers of every optimizer step go: files of CSV or JSON lines, TensorBoard, services, the user's objects.
+"""Writes the numbers of every optimizer step: to CSV or JSON-lines files, TensorBoard, services, the user's objects.
 
-Owns: the protocol, the built monitors, and that a monitor never stops a training: what one raises is said once, and it
-is off from then on. Must not know: engines, steps, config files. Rank 0 alone writes; the others hold none.
+Owns: the protocol, the built-in monitors, and that a monitor never stops a training: its first exception is logged, and
+the monitor is off from then on. Must not know: engines, steps, config files. Only rank 0 has monitors.
 
-[Note: One step late] Loss and norm are computed on the device. They are copied to the host behind the step's kernels,
-and written when they have arrived: on a CPU at once, on a GPU after the next step at the latest, so that the host does
-not wait for a step that has just been launched. What a killed run loses on a GPU is its last line.
+[Note: One step late] Loss and norm are computed on the device. They are copied to the host after the step's kernels and
+written when they have arrived: immediately on a CPU, after the next step at the latest on a GPU. So the host does not
+wait for a step that was just launched. A run that is killed on a GPU loses only its last line.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from shardengine.errors import UsageError
 from shardengine.offload import Fetched, Platform
 
 VALUES = ("loss", "lr", "grad_norm", "loss_scale", "skipped_steps", "samples")
-"""What the engine writes of each step.
+"""The numbers that the engine writes for each step.
 
-loss: rank 0's, as given to ``backward``: the mean over the micro-batches; not there after ``loss.backward()`` · lr: of
-the first parameter group, with which the step was taken · grad_norm: before clipping · loss_scale: of this step's loss
-· skipped_steps, samples: so far.
+loss: the mean of rank 0's losses over the micro-batches, as passed to ``backward``; missing after ``loss.backward()`` ·
+lr: the learning rate of the first parameter group in this step · grad_norm: before clipping · loss_scale: the scale of
+this step's loss · skipped_steps, samples: totals so far.
 """
 
 _log = logging.getLogger(__name__)
@@ -45,27 +45,27 @@ _TAIL = 1 << 16
 
 
 class Monitor(Protocol):
-    """Takes the numbers of optimizer steps, on rank 0. What it raises is said once and switches it off."""
+    """Receives the numbers of optimizer steps, on rank 0. Its first exception is logged and switches it off."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """``step`` was step number so many, from 1 on; ``values`` has what is known of `VALUES`."""
+        """Write the numbers of step ``step``, counted from 1. ``values`` has the known numbers of `VALUES`."""
 
     def close(self) -> None:
-        """The engine is closed."""
+        """Close the monitor, because the engine is closed."""
 
 
 class _Lines:
-    """A file to which whole lines are appended, each by one write, so that a killed process leaves no half ones."""
+    """A file that gets whole lines, each in one write, so that a killed process leaves no partial line."""
 
     def __init__(self, path: Path) -> None:
-        """Open ``path``, made where it is missing."""
+        """Open ``path``; create it if it is missing."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115  (closed by close)
         self.is_new = os.fstat(self._file.fileno()).st_size == 0
 
     def mend(self) -> None:
-        """Remove a last line that a full disk has cut off, from a file that is known to be ours."""
+        """Remove a partial last line, left by a full disk, from a file that is known to be ours."""
         size, path = os.fstat(self._file.fileno()).st_size, self.path
         if size:
             with path.open("rb") as before:
@@ -75,7 +75,7 @@ class _Lines:
                 self._file.truncate(size - len(tail) + tail.rindex(b"\n") + 1)
 
     def append(self, text: str) -> None:
-        """Write ``text``, which ends with a line's end; OSError where it does not fit."""
+        """Write ``text``, which ends with a newline; OSError if the disk is full."""
         data = text.encode()
         if self._file.write(data) != len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
@@ -86,10 +86,17 @@ class _Lines:
 
 
 class CsvMonitor:
-    """A line of CSV per step in ``path``, whose first line has the names; a restarted run goes on in the same file."""
+    """Writes a CSV line per step to ``path``, whose first line has the names.
+
+    A restarted run appends to the same file.
+    """
 
     def __init__(self, path: str | Path, columns: Sequence[str] = VALUES) -> None:
-        """columns: what is written, beside the step; values of other names are an error, missing ones are empty."""
+        """Open ``path`` and write the first line if the file is new.
+
+        columns: the values to write, beside the step. A value of another name is an error; a missing one leaves an
+        empty cell.
+        """
         self._columns = ("step", *columns)
         self._lines = _Lines(Path(path))
         try:
@@ -130,7 +137,7 @@ class CsvMonitor:
 
 
 class JsonMonitor:
-    """A JSON object per step and line in ``path``; numbers that JSON does not have are the strings "nan" and "inf"."""
+    """Writes a line with a JSON object per step to ``path``. Values that are not finite are strings ("nan", "inf")."""
 
     def __init__(self, path: str | Path) -> None:
         self._lines = _Lines(Path(path))
@@ -147,7 +154,7 @@ class JsonMonitor:
 
 
 def summary_writer(directory: str | Path) -> Any:
-    """torch.utils.tensorboard's writer. ModuleNotFoundError where the package tensorboard is not installed."""
+    """Return torch.utils.tensorboard's writer. ModuleNotFoundError if the package tensorboard is missing."""
     try:
         module = importlib.import_module("torch.utils.tensorboard")
     except ImportError as error:
@@ -185,12 +192,12 @@ KINDS: dict[str, Callable[[Any], Monitor]] = {
     "mlflow": MlflowMonitor,
     "comet": CometMonitor,
 }
-"""A section of the config's ``monitor`` → what makes its monitor of it."""
+"""A section of the config's ``monitor`` → the function that makes its monitor."""
 
 
 @dataclass
 class _PendingRow:
-    """Numbers of one step, some of which may be on their way from the device: ``names`` of ``arriving``."""
+    """The numbers of one step; ``names`` are those of ``arriving``, which may be in flight from the device."""
 
     step: int
     values: dict[str, float]
@@ -203,7 +210,7 @@ class Monitors:
     """All monitors of one engine."""
 
     def __init__(self, config: MonitorConfig, given: Sequence[Monitor], rank: int, platform: Platform) -> None:
-        """Open what ``config`` asks for beside the monitors that are ``given``; raises nothing."""
+        """Open the monitors that ``config`` enables, beside those in ``given``. Raises nothing."""
         self._platform = platform
         self._open: dict[str, Monitor] = {}
         self._loss: Tensor | None = None
@@ -226,8 +233,10 @@ class Monitors:
         return bool(self._open)
 
     def add_loss(self, loss: Tensor, scale: float, *, divided: bool = False) -> None:
-        """``loss`` was given to ``backward``, which multiplied it with ``scale``; only a scalar counts. divided: it is
-        a share of the step's loss."""
+        """Add a ``loss`` that ``backward`` multiplied with ``scale``; only scalars count.
+
+        divided: it is a share of the step's loss.
+        """
         self._scale = scale
         if not self._open or loss.numel() != 1:
             return
@@ -238,7 +247,7 @@ class Monitors:
             self._loss = value if self._loss is None else self._loss + value
 
     def forget(self) -> None:
-        """The window was dropped."""
+        """Drop the losses of the accumulation window."""
         self._loss = self._share = None
 
     def note(
@@ -249,8 +258,10 @@ class Monitors:
         norm: Tensor | None,
         micro_batches: int,
     ) -> None:
-        """A step ended. values: what the host knows · late: what it will know · norm: on the device; see [Note: One
-        step late]."""
+        """Record the numbers of a finished step ([Note: One step late]).
+
+        values: known on the host · late: functions of numbers that the host will know later · norm: on the device.
+        """
         if not self._open:
             return
         parts = [] if self._loss is None else [self._loss / max(1, micro_batches)]
@@ -267,7 +278,7 @@ class Monitors:
             self._write(self._pending.popleft())
 
     def close(self) -> None:
-        """Write what is pending, then close all."""
+        """Write pending rows, then close all monitors."""
         while self._pending:
             self._write(self._pending.popleft())
         for name, monitor in list(self._open.items()):
@@ -313,7 +324,7 @@ def _read(
 
 
 def check(given: Sequence[Any]) -> None:
-    """``UsageError`` for the first of ``initialize``'s monitors that is none."""
+    """Raise ``UsageError`` for the first object of ``initialize``'s monitors that is no monitor."""
     for number, monitor in enumerate(given):
         if not all(callable(getattr(monitor, name, None)) for name in ("write", "close")):
             raise UsageError(

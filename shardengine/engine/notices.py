@@ -1,6 +1,6 @@
-"""What a user is told once of a run that works, and may not be the one that was meant, and of a forward that raised.
+"""Warnings, logged once, about a run that works but may not be the intended one, and notes about a forward that raised.
 
-Must not know: how anything is done. Nothing depends on what is here.
+Must not know: how anything is done. Nothing depends on this file.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from shardengine.config import NOT_CLIPPED, Config
 _log = logging.getLogger(__name__)
 _POSITIONS, _TOKENS = "max_position_embeddings", "input_ids"
 _NAMED = 4
-"""As many shapes are named."""
+"""The number of shapes that a warning names."""
 
 
 def tell(config: Config, of_optimizer: str, optimizer: Any, lr_scheduler: Any, mesh: Mesh) -> None:
-    """Rank 0 warns of all that is known at the start. of_optimizer: a sentence about it; "" for none."""
+    """On rank 0, warn of everything known at the start. of_optimizer: a sentence about it, "" for none."""
     if mesh.rank:
         return
     told = [notice for notice in config.notices if notice != NOT_CLIPPED]
@@ -33,7 +33,7 @@ def tell(config: Config, of_optimizer: str, optimizer: Any, lr_scheduler: Any, m
 
 
 def beside_the_config(config: Config, optimizer: Any, lr_scheduler: Any) -> list[str]:
-    """What ``initialize`` was given that the config says as well: the argument counts."""
+    """Sentences about arguments of ``initialize`` that the config has as well; the argument is used."""
     found = []
     for key, section, given in (
         ("optimizer", config.optimizer, optimizer),
@@ -49,7 +49,10 @@ def beside_the_config(config: Config, optimizer: Any, lr_scheduler: Any) -> list
 
 
 def about_ranks(config: Config, mesh: Mesh) -> str:
-    """That some ranks of several clip alone; "" where they do not, or another check knows more."""
+    """A sentence if the engine has only some of all ranks, and clips gradients by the norm over these alone; "" if not.
+
+    "" also if another check covers the case.
+    """
     if not mesh.global_ranks or mesh.beside or not config.gradient_clipping:
         return ""
     return (
@@ -60,8 +63,10 @@ def about_ranks(config: Config, mesh: Mesh) -> str:
 
 
 def about_batch(micro_batch: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """That what forward was given has not ``micro_batch`` samples; "" where it may have, and for 1, which is also what
-    is written where nobody counts samples."""
+    """A sentence if no tensor of forward's arguments has a dimension of ``micro_batch``; "" otherwise.
+
+    "" also for 1, which is the value if nobody counts samples.
+    """
     shapes = [tuple(tensor.shape) for tensor in _tensors([args, kwargs]) if tensor.dim()]
     if micro_batch == 1 or not shapes or any(micro_batch in shape for shape in shapes):
         return ""
@@ -75,7 +80,10 @@ def about_batch(micro_batch: int, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def about_length(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """That a sample has more tokens than ``module`` has positions, by its transformers configuration; "" if not."""
+    """A sentence if a sample has more tokens than ``module`` has positions; "" if not.
+
+    The number of positions comes from the module's transformers configuration.
+    """
     limit = getattr(getattr(module, "config", None), _POSITIONS, None)
     ids = kwargs.get(_TOKENS, args[0] if args else None)
     if not isinstance(limit, int) or not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dim() != 2:
@@ -92,8 +100,10 @@ def explain(
     error: BaseException, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device,
     rank: int,
 ) -> None:  # fmt: skip
-    """Add to what the model raised a note for each usual cause that is seen: an input on another device, tokens that
-    the model does not know, more tokens than positions."""
+    """Add a note to the model's ``error`` for each usual cause that is found.
+
+    The causes are an input on another device, tokens that the model does not know, and more tokens than positions.
+    """
     given = {f"argument {place + 1}": each for place, each in enumerate(args)} | dict(kwargs)
     for name, tensor in given.items():
         if isinstance(tensor, Tensor) and tensor.device != device and tensor.dim():
@@ -108,7 +118,7 @@ def explain(
 
 
 def _about_words(module: nn.Module, given: Mapping[str, Any]) -> str:
-    """That a token has no row of the embedding."""
+    """A sentence if a token has no row in the embedding; "" if not."""
     words = getattr(getattr(module, "config", None), "vocab_size", None)
     ids = given.get(_TOKENS)
     if (

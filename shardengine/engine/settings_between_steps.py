@@ -1,4 +1,4 @@
-"""What the config says of steps, said anew between two of them. Owns: when that is allowed, on all ranks or on none.
+"""Settings of the config that may change between two steps. Owns: the conditions, and that all ranks change or none.
 
 Must not know: forward, backward, the step.
 """
@@ -18,9 +18,9 @@ from shardengine.errors import UsageError
 
 
 def set_batch(core: Core, config: Config, call: str, *, total: Any = None, micro: Any = None) -> Config:
-    """The config of steps from now on; collective.
+    """Return the config of the following steps, with another batch size; collective.
 
-    total: samples of a step over all ranks · micro: samples of one micro-batch on one rank; one of both.
+    Exactly one is given: total: samples of a step over all ranks · micro: samples of one micro-batch on one rank.
     """
 
     def check() -> Config:
@@ -41,7 +41,7 @@ def set_batch(core: Core, config: Config, call: str, *, total: Any = None, micro
 
 
 def set_divide_factor(core: Core, config: Config, call: str, factor: Any) -> Config:
-    """The config of steps whose sums over ranks are divided by ``factor``; collective."""
+    """Return the config of the following steps, which divide sums over ranks by ``factor``; collective."""
 
     def check() -> Config:
         known = isinstance(factor, int | float) and not isinstance(factor, bool)
@@ -69,7 +69,10 @@ def set_divide_factor(core: Core, config: Config, call: str, factor: Any) -> Con
 
 
 def _follow(core: Core, call: str, check: Callable[[], Config], topic: str, given: Any) -> Config:
-    """What ``check`` returns is followed from now on, unless a rank refuses or has another ``given``."""
+    """Apply the config that ``check`` returns; collective.
+
+    Raises on all ranks, and changes nothing, if a rank's ``check`` raises or ranks have different values of ``given``.
+    """
     core.schedule.finish_open_backward()
 
     def checked() -> Config:
@@ -80,5 +83,5 @@ def _follow(core: Core, call: str, check: Callable[[], Config], topic: str, give
     compare(core.collectives, {topic: [str(given)]})
     core.window.resize(new.gradient_accumulation_steps or 1)
     core.reducer.follow(rules_of(new, core.stage, core.mesh.ranks))
-    core.pool.clear()  # gradients may wait in other dtypes
+    core.pool.clear()  # gradients may have other dtypes now
     return new

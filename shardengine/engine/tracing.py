@@ -1,4 +1,4 @@
-"""``engine.trace()``: the events of all ranks, as one file. Must not know: what the events are."""
+"""``engine.trace()``: writes the events of all ranks to one file. Must not know: the meaning of the events."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardengine.comm import Collectives, compare, run_on_all_ranks
 
 @contextmanager
 def traced(collectives: Collectives, path: str | Path) -> Iterator[None]:
-    """Write down what happens inside the ``with`` on all ranks, as one file; collective. See ``Engine.trace``."""
+    """Record the events inside the ``with`` on all ranks to one file; collective. See ``Engine.trace``."""
     compare(collectives, {"call": ["trace"]})
     collectives.trace.begin()
     try:

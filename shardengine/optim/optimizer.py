@@ -410,20 +410,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.stepped_early.require_same(
                 lambda index: [self._action(label) for label in self._segments_ahead()[index]]
             )
-        if tuple(map(self.arithmetic.family, self.param_groups)) != self._families:
-            raise UsageError(
-                "optimizer: use_muon of a group was changed after initialize, expected it to stay",
-                code="optimizer-use-muon-changed",
-            )
-        forms = self.needs.forms
-        if any(self._missing_states(bucket_grad.bucket, forms) for bucket_grad in self._reducer.buckets):
-            raise UsageError(
-                "SGD: momentum was raised from 0 after initialize; expected momentum from the start"
-                if self.kind == "SGD"
-                else f"{self.kind}: with an option that was changed after initialize it keeps more of each element; "
-                "expected that option from the start",
-                code="optimizer-option-adds-state",
-            )
+        self._require_known_options()
         for each in self.hooked:  # torch's schedulers warn if the optimizer was not stepped before them
             each.__dict__["_opt_called"] = True
         self.await_reader()
@@ -441,10 +428,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for parameter in update.touched:
                 self._steps[parameter] += 1
         way, segments = self._reducer.way_back, self._segments.of(self._labels())
-        fetches, early = (
-            any(bucket_grad.bucket.state_store.away for bucket_grad in self._reducer.buckets),
-            self.settings.in_backward,
-        )
+        fetches = any(bucket_grad.bucket.state_store.away for bucket_grad in self._reducer.buckets)
+        early = self.settings.in_backward
         left = self._reducer.buckets[update.stepped :]
         for bucket_grad, work in zip(left, self._works(segments, update.stepped), strict=True):
             index = bucket_grad.bucket.layout.index
@@ -459,6 +444,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
             update.bucket_stepped()
             # 3. publish
             yield bucket_grad.bucket
+
+    def _require_known_options(self) -> None:
+        """Raise UsageError if options were changed in a way for which the engine has no memory."""
+        if tuple(map(self.arithmetic.family, self.param_groups)) != self._families:
+            raise UsageError(
+                "optimizer: use_muon of a group was changed after initialize, expected it to stay",
+                code="optimizer-use-muon-changed",
+            )
+        forms = self.needs.forms
+        if any(self._missing_states(bucket_grad.bucket, forms) for bucket_grad in self._reducer.buckets):
+            raise UsageError(
+                "SGD: momentum was raised from 0 after initialize; expected momentum from the start"
+                if self.kind == "SGD"
+                else f"{self.kind}: with an option that was changed after initialize it keeps more of each element; "
+                "expected that option from the start",
+                code="optimizer-option-adds-state",
+            )
 
     def _bring(self, index: int, *, prefetches: bool) -> None:
         """Before bucket number ``index`` is stepped: bring its states, its gradient and the next bucket's gradient."""

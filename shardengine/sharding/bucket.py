@@ -1,10 +1,10 @@
-"""Flat storage and views into it. Owns every tensor that weights rest in.
+"""Flat storage and the views into it. Owns every tensor that holds weights between steps.
 
-Must not know: who calls it, process groups, stages, hooks.
+Must not know: callers, process groups, stages, hooks.
 
-A flat buffer's storage is resized (0 or full), not replaced, because autograd keeps views of it from forward to
-backward. It is replaced where it must be left to somebody else: to a view outside (``release(abandon=True)``,
-``offload``, ``forsake``), to a collective that may still write into it (``relocate``).
+A flat buffer's storage is resized (to 0 or full size), not replaced, because autograd keeps views of it from forward to
+backward. It is replaced if somebody else must keep it: a view outside (``release(abandon=True)``, ``offload``,
+``forsake``), or a collective that may still write into it (``relocate``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardengine.stages import Placement
 SHARD = "shard"
 """The name of sharded weights in their store."""
 MASTER = "master"
-"""The name in a bucket's state store of what its optimizer steps, where that is not the weights themselves."""
+"""The name of master weights in a bucket's state store, if the optimizer does not step the weights themselves."""
 Span = tuple[int, int]
 """Elements [first, end) of a flat buffer."""
 _AT_ONCE = 2**22
@@ -46,18 +46,21 @@ _MARK = "shardengine_weights"
 
 
 def mark_weights(tensor: Tensor) -> None:
-    """Write down, on the storage of ``tensor`` itself, that weights or buffers of a module lie in it."""
+    """Mark the storage of ``tensor`` as one that holds weights or buffers of a module."""
     setattr(tensor.untyped_storage(), _MARK, True)
 
 
 def holds_weights(storage: torch.UntypedStorage) -> bool:
-    """Whether that was written down. Costs the same for any model, and is true for as long as the storage lives."""
+    """Whether ``storage`` was marked so. The cost is the same for any model; the mark lives as long as the storage."""
     return getattr(storage, _MARK, False)
 
 
 class LoadedShard(NamedTuple):
-    """A rank's part of a bucket on its way to its place in ``full``. placement: of the part, to gather from · on_loads:
-    it comes from another tier, so it must be gathered on the same stream (``Platform.loads``) · end: of the copy."""
+    """A rank's part of a bucket that is being copied to its place in ``full``.
+
+    placement: of the part, to gather from · on_loads: it comes from another tier, so it must be gathered on the same
+    stream (``Platform.loads``) · end: the end of the copy.
+    """
 
     placement: Placement
     on_loads: bool
@@ -67,12 +70,16 @@ class LoadedShard(NamedTuple):
 class Bucket:
     """A range of a flat buffer: its ``full`` view (valid while the flat buffer is allocated) and this rank's ``shard``.
 
-    state_placement: of master weights and optimizer state, and so of the elements that this rank steps ·
-    weight_placement: of weights between steps, after ``detach_shard`` · state_store: holds optimizer states, and master
-    weights if these are not the weights themselves (low-precision weights, or weights in another tier) · weight_store:
-    holds the shard after ``detach_shard``; until then weights are REPLICATED and it is a view of ``full`` ·
-    kept_inside: the shard group's slice of the weights from a forward to its backward, or None. They are made in this
-    order: master weights (``begin_master``) while ``full`` is whole, ``detach_shard``, the states.
+    - state_placement: the placement of master weights and optimizer state, and so of the elements that this rank steps.
+    - weight_placement: the placement of weights between steps, after ``detach_shard``.
+    - state_store: holds optimizer states, and master weights if these are not the weights themselves (low-precision
+      weights, or weights in another tier).
+    - weight_store: holds the shard after ``detach_shard``. Before that it is None, weights are REPLICATED, and the
+      shard is a view of ``full``.
+    - kept_inside: the shard group's slice of the weights from a forward to its backward, or None.
+
+    They are made in this order: master weights (``begin_master``) while ``full`` is whole, then ``detach_shard``, then
+    the states.
     """
 
     def __init__(
@@ -98,23 +105,25 @@ class Bucket:
 
     @property
     def placement(self) -> Placement:
-        """Where weights are kept now between steps."""
+        """The current placement of weights between steps."""
         return Placement.REPLICATED if self.weight_store is None else self.weight_placement
 
     @property
     def has_master(self) -> bool:
-        """Whether master weights are kept beside the weights."""
+        """Whether there are master weights beside the weights."""
         return MASTER in self.state_store.sizes
 
     def begin_master(self, full: Tensor, dtype: torch.dtype) -> None:
-        """Master weights with the values of ``full``, of the bucket's full length: of what this rank steps."""
+        """Add master weights for the elements that this rank steps. full: their values, of the bucket's full length."""
         stepped = self.own_slice(full, self.state_placement)
         self.state_store.add({MASTER: stepped.to(dtype)})
 
     def adopt_slice(self, own: Tensor, master: torch.dtype | None, tier: Tier | None) -> None:
-        """From the start the shard is in memory of its own, or in ``tier``, and so are master weights, where these have
-        a dtype (master). own: the values of this rank's slice, which nobody else has, in the weights' dtype or
-        unrounded."""
+        """Begin with a shard in memory of its own, or in ``tier``.
+
+        own: the values of this rank's slice, which nobody else has, in the weights' dtype or unrounded · master: the
+        dtype of master weights, which are added from ``own``; None for none.
+        """
         shard = own.to(self.full.dtype)
         if master is not None:
             kept = own.to(master)
@@ -126,33 +135,37 @@ class Bucket:
         return MemoryStore(self.flat_buffer.platform) if tier is None else tier.store()
 
     def begin_states(self, forms: Mapping[str, StateForm]) -> None:
-        """Zeros for each optimizer state, of what this rank steps."""
+        """Add zeros for each optimizer state of the elements that this rank steps."""
         count = self.layout.sizes[self.state_placement]
         self.state_store.add_zeros({name: (form.length(count), form.dtype) for name, form in forms.items()})
 
     def own_slice(self, full: Tensor, placement: Placement, of: Placement = Placement.REPLICATED) -> Tensor:
-        """What this rank holds where ``placement`` says so, of a tensor that is placed as ``of`` says: by default one
-        of the bucket's full length."""
+        """The elements that this rank holds at ``placement``, as a view of ``full``.
+
+        of: the placement of ``full``; by default it has the bucket's full length.
+        """
         first, end = self.own[placement]
         start, _ = self.own[of]
         return full[first - start : end - start]
 
     @property
     def interval(self) -> tuple[int, int]:
-        """Where ``weights`` lie in the flat buffer."""
+        """The elements of ``weights``, in coordinates of the flat buffer."""
         return self.own[self.placement]
 
     @property
     def state_interval(self) -> tuple[int, int]:
-        """Where what this rank steps lies in the flat buffer."""
+        """The elements that this rank steps, in coordinates of the flat buffer."""
         return self.own[self.state_placement]
 
     def weights(self, *, writable: bool = False) -> Tensor:
-        """What is kept on this rank: all of it where it is replicated, else the shard. writable: to be written to."""
+        """The weights that this rank keeps: all of the bucket if replicated, else the shard. writable: writes will be
+        kept.
+        """
         return self.full if self.weight_store is None else self.shard(writable=writable)
 
     def shard(self, *, writable: bool = False) -> Tensor:
-        """This rank's slice of the weights, where it is kept. writable: what is written to it is kept."""
+        """This rank's slice of the weights, in the tier that keeps it. writable: writes to it will be kept."""
         if writable:
             self.kept_inside = None
         if self.weight_store is None:
@@ -161,19 +174,22 @@ class Bucket:
 
     @property
     def has_own_shard(self) -> bool:
-        """Whether a shard needs memory of its own: at one rank, in the device's memory, ``full`` is it."""
+        """Whether the shard needs memory of its own.
+
+        It does not with one rank and weights on the device: then ``full`` is the shard.
+        """
         return (
             self.layout.sizes[self.weight_placement] < self.layout.length or self.flat_buffer.homes.weights is not None
         )
 
     def detach_shard(self, tier: Tier | None = None) -> None:
-        """Keep the shard in memory of its own, or in ``tier``, so that ``full`` can be released."""
+        """Copy the shard to memory of its own, or to ``tier``, so that ``full`` can be released."""
         store = self._new_weight_store(tier)
         store.add({SHARD: self.own_slice(self.full, self.weight_placement)})
         self.weight_store = store
 
     def stepped_weights(self, *, writable: bool = True) -> Tensor:
-        """The weights of what this rank steps, to be written to unless it is said otherwise."""
+        """The weights of the elements that this rank steps. writable: writes will be kept."""
         return (
             self.own_slice(self.full, self.state_placement)
             if self.weight_store is None
@@ -181,14 +197,15 @@ class Bucket:
         )
 
     def adopt_master(self) -> None:
-        """The master weights were written: round them to the weights."""
+        """After master weights were written, round them to the weights."""
         if self.has_master:
             self.stepped_weights().copy_(self.state_store.tensors()[MASTER])
 
     def adopt_weights(self, spans: Sequence[Span] | None = None) -> None:
-        """The weights were written by somebody: masters follow, but keep their bits where the weights still fit.
+        """After weights were written, update the master weights. A master keeps its bits if it still rounds to its
+        weight.
 
-        spans: where, in the flat buffer; None: all of it.
+        spans: the written elements, in coordinates of the flat buffer; None: all.
         """
         if not self.has_master or not (spans := self.unlike_masters(spans)):
             return
@@ -196,15 +213,19 @@ class Bucket:
             master.copy_(torch.where(differs, weight.to(master.dtype), master))
 
     def unlike_masters(self, spans: Sequence[Span] | None = None) -> list[Span]:
-        """What of ``spans`` this rank steps, None: of everything, where the weights are not their masters rounded."""
+        """The parts of ``spans`` (None: of everything) that this rank steps and whose weights are not their rounded
+        masters.
+        """
         own = self._meet(spans, self.state_interval) if self.has_master else []
         return [span for span in own if any(bool(differs.any()) for *_, differs in self._beside_masters([span]))]
 
     def _beside_masters(
         self, spans: Sequence[Span] | None, *, writable: bool = False
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Weights, their masters, and where they are not those masters rounded, part by part, which bounds the
-        memory."""
+        """Yield weights, their masters, and a mask of the weights that are not their rounded masters.
+
+        It yields part by part, to bound the memory.
+        """
         weights = self.stepped_weights(writable=False)
         masters = self.state_store.tensors(writable=writable)[MASTER]
         for span in self._meet(spans, self.state_interval):
@@ -214,8 +235,10 @@ class Bucket:
                 yield weight, master, weight != master.to(weight.dtype)
 
     def keep(self, spans: Sequence[Span], whole: Tensor) -> None:
-        """Somebody wrote into ``whole``, all of the bucket's weights, at these places of the flat buffer: what of it is
-        this rank's goes to where it rests, between two steps or in the middle of a pass."""
+        """Store this rank's part of ``spans`` of ``whole`` in its shard, between two steps or during a pass.
+
+        whole: all weights of the bucket, which somebody has written at ``spans`` (coordinates of the flat buffer).
+        """
         self.kept_inside = None
         own, store = self._meet(spans, self.interval), self.weight_store
         if not own or (store is None and whole is self.full):
@@ -227,14 +250,16 @@ class Bucket:
             store.check_in()
 
     def kept(self, spans: Sequence[Span]) -> Iterator[tuple[int, Tensor]]:
-        """What this rank keeps of ``spans``: where each part begins in the flat buffer, and its weights."""
+        """Yield this rank's parts of ``spans``: the start of each part in the flat buffer, and its weights."""
         weights = self.weights()
         for span in self._meet(spans, self.interval):
             yield span[0], self._at(span, self.interval, weights)
 
     def unlike_shard(self, whole: Tensor, spans: Sequence[Span] | None = None) -> bool:
-        """Whether ``whole``, all of the bucket's weights, has other bits than this rank keeps of ``spans`` (None: of
-        everything); the host waits."""
+        """Whether ``whole``, all of the bucket's weights, differs in bits from this rank's weights at ``spans``.
+
+        spans: None for everything. The host waits for the device.
+        """
         if self.weight_store is None and whole is self.full:
             return False
         shard = self.weights()
@@ -246,14 +271,14 @@ class Bucket:
         return False
 
     def _meet(self, spans: Sequence[Span] | None, interval: Span) -> list[Span]:
-        """What of ``spans``, None: of everything, is in ``interval``."""
+        """The parts of ``spans`` (None: of everything) in ``interval``."""
         given = [interval] if spans is None else spans
         cut = [(max(first, interval[0]), min(end, interval[1])) for first, end in given]
         return [(first, end) for first, end in cut if first < end]
 
     @staticmethod
     def _at(span: Span, interval: Span, values: Tensor) -> Tensor:
-        """The elements ``span`` of ``values``, which lie at ``interval`` of the flat buffer."""
+        """The elements ``span`` of ``values``, which hold ``interval`` of the flat buffer."""
         return values[span[0] - interval[0] : span[1] - interval[0]]
 
     @property
@@ -262,8 +287,11 @@ class Bucket:
         return self.weight_store is not None and self.weight_store.in_file
 
     def begin_weights(self, *, blank: bool = False) -> Tensor:
-        """The weights of what this rank steps, to be read and written until ``end_weights``; where they are stepped
-        apart, by copies behind the current stream. blank: what is in them may be void, all of it will be written."""
+        """The weights of the elements that this rank steps, for reads and writes until ``end_weights``.
+
+        If host and device share the work (``steps_elsewhere``), copies behind the current stream read and write them.
+        blank: the contents may be undefined, because all of them will be written.
+        """
         self.kept_inside = None
         store, apart = self.weight_store, self.steps_elsewhere
         if store is None:
@@ -273,22 +301,22 @@ class Bucket:
         return store.check_out(blank=blank, to_copy=apart)[SHARD]
 
     def end_weights(self, *, changed: bool, after: Done) -> None:
-        """They are written, if they ``changed`` at all, at the end of ``after``."""
+        """End ``begin_weights``. changed: they are written, when ``after`` is done."""
         if (store := self.weight_store) is not None:
             store.check_in(changed=changed, after=after)
 
     @property
     def weights_away(self) -> bool:
-        """Whether the shard is kept in another tier than the device."""
+        """Whether the shard is offloaded: kept in a tier other than the device."""
         return self.weight_store is not None and self.weight_store.away
 
     @property
     def steps_elsewhere(self) -> bool:
-        """Whether one of host and device computes the update, and the weights are kept with the other."""
+        """Whether one of host and device computes the update and the other one keeps the weights."""
         return self.state_store.away != self.weights_away and self.flat_buffer.platform.has_own_memory
 
     def load_shard(self) -> LoadedShard:
-        """Begin to copy this rank's part to its place in ``full``, from where it is gathered."""
+        """Begin to copy this rank's part to its place in ``full``, ready to be gathered."""
         store, platform, end = self.weight_store, self.flat_buffer.platform, NOW
         if self.kept_inside is not None:
             self.own_slice(self.full, Placement.SHARDED_INSIDE).copy_(self.kept_inside)
@@ -305,28 +333,32 @@ class Bucket:
         return LoadedShard(self.weight_placement, store is not None and store.away, end)
 
     def leave(self, *, weights: bool) -> tuple[Placement, ShardStore] | None:
-        """What outlasts its engine, with its placement: the master weights where they hold bits that the weights do
-        not; else the weights, if these are wanted, too. It keeps nothing of that; the states are for ``drop``."""
+        """Give away the tensor that outlives the engine, with its placement.
+
+        It is the master weights if they hold bits that the weights do not, else the weights. Returns None if there is
+        nothing to keep. The bucket does not keep that tensor; ``drop`` frees the states. weights: the weights must
+        outlive the engine as well.
+        """
         if self.has_master and (weights or self.state_store.tensors()[MASTER].dtype is not self.full.dtype):
             store = self.flat_buffer.new_state_store(self.layout.index)
             store.add({MASTER: self.state_store.tensors()[MASTER]})
             return self.state_placement, store
         if not weights:
             return None
-        if self.weight_store is None:  # one rank, whose shard is all of it
+        if self.weight_store is None:  # with one rank the shard is the whole bucket
             self.detach_shard()
         kept, self.weight_store = self.weight_store, None
         return None if kept is None else (self.weight_placement, kept)
 
     def keep_inside(self, keep: bool) -> None:
-        """``full`` is released: keep the shard group's slice of it, or what was kept of it no longer."""
+        """Before ``full`` is released: keep the shard group's slice of it, or with ``keep`` False drop a kept slice."""
         if not keep:
             self.kept_inside = None
         elif self.kept_inside is None:
             self.kept_inside = self.own_slice(self.full, Placement.SHARDED_INSIDE).clone()
 
     def drop(self) -> None:
-        """Let go of everything that it keeps."""
+        """Free all memory of the bucket."""
         self.state_store.drop()
         self.kept_inside = None
         if self.weight_store is not None:
@@ -334,13 +366,13 @@ class Bucket:
             self.weight_store = None
 
     def prefetch_shard(self) -> None:
-        """The shard will be loaded soon."""
+        """Prepare the shard in its store, because it will be loaded soon."""
         if self.weight_store is not None and self.kept_inside is None:
             self.weight_store.prefetch()
 
 
 def _bits(values: Tensor) -> Tensor:
-    """Integers, which are equal where the bits are."""
+    """``values`` viewed as integers, which are equal if the bits are."""
     return values.view(_INTEGERS.get(values.element_size(), torch.uint8))
 
 
@@ -350,8 +382,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class FlatBuffer:
     """One flat storage with a view per parameter (``views[i]`` belongs to ``layout.slots[i]``).
 
-    platform: of the device that it is on · at_rest: where weights of its buckets are placed, once they are detached,
-    and master weights and optimizer state · homes: what rests elsewhere than on that device.
+    platform: of its device · at_rest: the placement of its buckets' weights once they are detached, and the placement
+    of master weights and optimizer state · homes: the tiers of state that is kept elsewhere than on the device.
     """
 
     def __init__(
@@ -389,33 +421,36 @@ class FlatBuffer:
         self._home = self.platform.here()
         with torch.inference_mode(False):
             self.flat = torch.empty(self.layout.length, dtype=self.dtype, device=self.device)
-            for start, end in self.layout.gaps:  # the rest is written, or never looked at: zeros would take its memory
+            for start, end in self.layout.gaps:  # all else is written before it is read; zeros would take memory
                 self.flat[start:end].zero_()
             self.views = self.views_of(self.flat)
         mark_weights(self.flat)
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
-        """Per slot, the view with the parameter's shape of a tensor as long as the flat buffer."""
+        """The view of each slot, with its parameter's shape, of a tensor as long as the flat buffer."""
         return [self.view_of(flat, number) for number in range(len(self.specs))]
 
     def view_of(self, flat: Tensor, number: int, first: int = 0) -> Tensor:
-        """The view with the parameter's shape of slot ``number`` in ``flat``, which begins with element ``first``."""
+        """The view of slot ``number``, with its parameter's shape, of ``flat``.
+
+        first: the element of the flat buffer that ``flat`` begins with.
+        """
         slot = self.layout.slots[number]
         return shaped(flat[slot.start - first : slot.end - first], self.specs[number])
 
     @property
     def is_stepped(self) -> bool:
-        """Whether an optimizer steps some of it."""
+        """Whether an optimizer steps some parameter in it."""
         return any(spec.is_stepped for spec in self.specs)
 
     @property
     def storage_bytes(self) -> int:
-        """Bytes allocated at this moment."""
+        """Bytes allocated now."""
         return self.flat.untyped_storage().nbytes()
 
     @property
     def storage_key(self) -> int:
-        """Identity of the storage, to find out whether some tensor is a view of it."""
+        """The identity of the storage, to recognise views of it."""
         return self.flat.untyped_storage()._cdata
 
     def allocate(self) -> None:
@@ -424,7 +459,9 @@ class FlatBuffer:
             self.flat.untyped_storage().resize_(self.layout.length * self.layout.itemsize)
 
     def release(self, *, abandon: bool = False) -> None:
-        """Free the storage, unless shards lie in it. ``abandon``: someone holds a view; leave it, take a new one."""
+        """Free the storage, unless it holds shards. abandon: somebody holds a view, so leave this storage and take a
+        new one.
+        """
         if all(bucket.weight_store is not None for bucket in self.buckets):
             self._free(abandon=abandon)
 
@@ -440,14 +477,16 @@ class FlatBuffer:
         self.flat.untyped_storage().resize_(0)
 
     def let_go(self) -> None:
-        """Of the weights: who still holds a view keeps their memory, nobody may use them here any more."""
+        """Drop the weights. A view keeps their memory allocated; nobody may use them through the flat buffer any
+        more.
+        """
         self.platform.come_home(self._home)
         self.flat = self.flat.new_empty(0)
         self.views = []
         self._cut()
 
     def relocate(self) -> None:
-        """The same contents in a new storage; the old one belongs to whoever still holds it."""
+        """Copy the contents to a new storage; the old one belongs to whoever still holds it."""
         before, home = self.flat, self._home
         self._build()
         self.flat.copy_(before)
@@ -455,14 +494,14 @@ class FlatBuffer:
         self.platform.come_home(home)
 
     def _cut(self) -> None:
-        """Buckets are views of the storage that was built anew."""
+        """Make the buckets views of a newly built storage."""
         for bucket in self.buckets:
             bucket.full = self.flat[bucket.layout.start : bucket.layout.end]
 
     def offload(self, *, pinned: bool) -> None:
-        """Move the weights that are kept on the device to host memory, until ``reload``; nobody may use them meanwhile.
+        """Move the weights on the device to host memory until ``reload``. Nobody may use them in between.
 
-        A view of the old memory that somebody holds stays valid, and keeps that memory allocated.
+        An outside view of the old memory stays valid, and keeps that memory allocated.
         """
         for bucket in self.buckets:
             if bucket.weight_store is not None:
@@ -472,7 +511,7 @@ class FlatBuffer:
             self.let_go()
 
     def reload(self) -> None:
-        """The weights are on the device again. Those for which there is no room stay in host memory."""
+        """Move the weights back to the device. Shards that do not fit there stay in host memory."""
         for bucket in self.buckets:
             if bucket.weight_store is not None:
                 bucket.weight_store.reload()
@@ -483,11 +522,11 @@ class FlatBuffer:
             self.offloaded = None
 
     def views_now(self) -> list[Tensor]:
-        """Per slot its whole weights: of the storage, or of the host memory that they were moved to."""
+        """Each slot's whole weights: views of the storage, or of the host memory that ``offload`` moved them to."""
         return self.views if self.offloaded is None else self.views_of(self.offloaded)
 
     def forsake(self) -> None:
-        """Another flat buffer has taken over: let go of all memory. Who still holds a view of it keeps it."""
+        """Free all memory, because another flat buffer has taken over. Outside views keep theirs."""
         self.let_go()
         self.offloaded = None
         for bucket in self.buckets:

@@ -1,9 +1,9 @@
-"""Elements of parameters' tensors, by name and position in whatever layout: found in buckets, cut, copied, joined.
+"""Elements of parameters' tensors by name and position, independent of layouts: found in buckets, cut, copied, joined.
 
-Must not know: which rank holds what, files, collectives.
+Must not know: the ranks that hold them, files, collectives.
 
-Two layouts have nothing in common but the names of parameters and the order of their elements in memory. So a flat
-slice says nothing of buckets: what moves between layouts, into checkpoints and to the user are flat slices.
+Two layouts have only the names of parameters and the order of their elements in memory in common. So a flat slice does
+not mention buckets. State moves between layouts, into checkpoints and to the user as flat slices.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ from torch import Tensor
 from shardengine.sharding.layout import BucketLayout, Layout, ParameterSpec
 
 WEIGHT, BUFFER = "weight", "buffer"
-"""Keys of flat slices that are no optimizer state."""
+"""Keys of flat slices other than optimizer states."""
 
 
 class FlatSlice(NamedTuple):
-    """Elements [first, end) of a tensor of parameter ``name``, in memory order. values: a view of them, flat.
+    """Elements [first, end) of a tensor of parameter ``name``, in memory order. values: a flat view of them.
 
-    key: which of its tensors, "weight", "gradient", "master" or the name of an optimizer state; "buffer" for one of a
-    module's, which alone keeps its shape and is never cut · per: elements of the parameter for each of these elements,
-    which is more than 1 for the scales of blocks; 0: it is a tensor of its own, kept of the parameter as a whole, and
-    never cut.
+    key: "weight", "gradient", "master", the name of an optimizer state, or "buffer". A module's buffer keeps its shape
+    and is never cut. per: the number of parameter elements for each element of this tensor, more than 1 for the scales
+    of blocks; 0 for a tensor that is kept of the parameter as a whole, which is never cut.
     """
 
     name: str
@@ -41,21 +40,24 @@ class FlatSlice(NamedTuple):
         return self.first + self.values.numel()
 
     def cut(self, first: int, end: int) -> FlatSlice:
-        """Those of its elements that lie in [first, end): there may be none."""
+        """Its elements in [first, end); there may be none."""
         first, end = max(first, self.first), min(end, self.end)
         values = self.values[first - self.first : max(end - self.first, 0)]
         return FlatSlice(self.name, self.key, first, values, self.per)
 
     def share(self, first: int, end: int) -> FlatSlice:
-        """What belongs to elements [first, end) of the parameter, of which no block is cut."""
+        """The elements that belong to elements [first, end) of the parameter. No block is cut."""
         return self.cut(first // self.per, -(-end // self.per))
 
 
 def slices_of(
     layout: Layout, bucket: BucketLayout, interval: tuple[int, int], tensors: Mapping[str, Tensor]
 ) -> Iterator[FlatSlice]:
-    """What ``tensors`` by key hold, each of which lies in ``interval`` (flat buffer coordinates) of ``bucket``; of one
-    that has fewer elements, each is for so many of them."""
+    """Yield the contents of ``tensors``, by key, as flat slices.
+
+    Each tensor holds ``interval`` (coordinates of the flat buffer) of ``bucket``. If a tensor has fewer elements than
+    the interval, each of them belongs to several elements of the parameter.
+    """
     whole = interval[1] - interval[0]
     pers = {key: whole // max(flat.numel(), 1) for key, flat in tensors.items()}
     for piece in layout.pieces_within(bucket, interval):
@@ -67,7 +69,7 @@ def slices_of(
 
 
 class Targets:
-    """Flat slices that are written to."""
+    """Flat slices to copy into."""
 
     def __init__(self, slices: Iterable[FlatSlice]) -> None:
         self._slices: dict[tuple[str, str], list[FlatSlice]] = {}
@@ -89,7 +91,7 @@ FullTensors = dict[str, dict[str, Tensor]]
 def join(
     slices: Iterable[FlatSlice], full: FullTensors, specs: Mapping[str, ParameterSpec], device: torch.device
 ) -> None:
-    """Copy the slices of ``specs``' parameters, by name, into ``full``. A tensor is made on ``device`` at its first."""
+    """Copy the slices of parameters in ``specs``, by name, into ``full``. Missing tensors are created on ``device``."""
     for part in slices:
         if part.name in specs:
             tensors = full.setdefault(part.name, {})

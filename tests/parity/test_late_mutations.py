@@ -136,7 +136,7 @@ CAUGHT = [
              Case("3", 1, "fp32", "weights on the host", model="the first block at times"), ranks=1),
     Mutation("sharding/bucket.py", "FlatBuffer.let_go", "self.platform.come_home(self._home)",
              Case("0", 3, "fp32", stream=USER)),
-    Mutation("runtime/activation_offload.py", "_Call.give_up_sources", "stretch.done.wait()", AGAIN),
+    Mutation("runtime/activation_offload.py", "_OffloadedCall.give_up_sources", "stretch.done.wait()", AGAIN),
     Mutation("runtime/activation_offload.py", "_Stretch.__del__", "self.done.wait()", "a graph is dropped"),
     Mutation("runtime/activation_offload.py", "_unpack", "stretch.done.wait()", AGAIN),
     Mutation("runtime/deferred_gather.py", "DeferredGather._await", ".wait()", LATER, "", ranks=2),
@@ -183,7 +183,7 @@ CAUGHT = [
     Mutation("core/export.py", "_whole_values", "core.await_weights()", LATER, ranks=2),
     Mutation("core/closing.py", "_leave_weights", "unit.wait_for_unshard()", WEIGHTS),
     Mutation("runtime/placing.py", "_gathered", ".wait()", "weights are taken over", ""),
-    Mutation("runtime/placing.py", "_Filling.from_source", ".wait()", "slices of values are gathered", ""),
+    Mutation("runtime/placing.py", "_BufferFilling.from_source", ".wait()", "slices of values are gathered", ""),
 ]  # fmt: skip
 
 
