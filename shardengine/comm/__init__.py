@@ -14,12 +14,12 @@ group_speed      how long collectives of the group last, measured
 work             a collective from its start to the end of its wait: counted, compared, waited for
 flight_recorder  the issued collectives, and where ranks differ
 failures         reports between ranks: failures, progress, departures
-positions        where each rank is, and which of them wait for each other
+positions        the position of each rank, and which of them wait for each other
 outside          the collectives that a rank waits in, outside of the engine
 breaking_off     ends the collectives in flight on all ranks, after a fault
 watcher          a thread that starts this while the host waits for its GPU
 watchdog         a long wait: which rank is missing, whether the wait can still end, and the error message
-advice           what the user can do if ranks do not make the same calls
+advice           remedies for the user if ranks do not make the same calls
 threads          threads that may stay inside of torch
 store_board      the texts of ranks in the process group's store
 agreement        compare facts, and run a function that fails on all ranks or on none

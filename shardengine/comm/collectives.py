@@ -300,7 +300,7 @@ class Collectives:
         return [json.loads(row[:n].numpy().tobytes()) for row, n in zip(rows, counts.tolist(), strict=True)]
 
     def require_same(self, digests: Tensor) -> None:
-        """Raise ``MismatchError`` on every rank unless all ranks' ``flight_recorder.digest()`` are equal; it names one."""
+        """Raise ``MismatchError``, naming a rank, on every rank unless all ``flight_recorder.digest()`` are equal."""
         if bool((digests == digests[0]).all()):
             return
         found = first_difference(self.exchange_objects(self.flight_recorder.texts(), "collectives of this window"))

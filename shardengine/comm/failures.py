@@ -5,7 +5,7 @@ describe them. Must not know: which collectives there are, the conclusions of a 
 
 [Note: Failure reports] A rank that raises in forward, backward or step leaves the others waiting in a collective that
 it will never issue. So it reports the failure: it writes what happened under its number. A rank whose wait lasts longer
-than ``POST_AFTER_S`` (watchdog) writes what it waits for, and reads the others' reports between slices of its wait. If
+than ``POST_AFTER_S`` (watchdog) announces its wait, and reads the others' reports between slices of its wait. If
 a report has stood for ``STANDS_S`` during the wait, the rank ends its wait with an error that names the other rank and
 quotes its report. Reports with a shorter life do not count: an exception that happens on every rank may be caught on
 every rank, and the next call of the engine withdraws the report. A report also does not count on a rank that raised in
@@ -226,7 +226,10 @@ class Failures:
             self.board.write(f"left/{self._channel}", json.dumps(asdict(self.departure)), wait=wait)
 
     def linger(self, deadline: float) -> None:
-        """Wait until the others have left or until ``deadline``, if this process hosts the store, which ends with it."""
+        """Wait until the others have left or until ``deadline``, if this process hosts the store.
+
+        The store ends with the process.
+        """
         if self.departure is None or not self._hosts:
             return
         with suppress(Unreachable):
@@ -296,7 +299,7 @@ class Failures:
         return "; ".join(said) + (f"; without it nothing is known of ranks {unheard}" if unheard else "")
 
     def waits(self) -> dict[int, Waiting]:
-        """Return the waits of the other ranks: those that they report, and their waits in collectives of the program."""
+        """Return the waits of the other ranks: those that they report, and those in collectives of the program."""
         texts = {**self.board.read(f"outside/{self._channel}"), **self.board.read("waits")}
         return {rank: Waiting(**json.loads(text)) for rank, text in texts.items()}
 

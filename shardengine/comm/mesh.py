@@ -214,7 +214,7 @@ class Mesh:
                 self.kind.break_off(self._groups())
 
     def abandon(self) -> None:
-        """Leave the groups, which nobody uses any more and which had no orderly end, to the next ``build`` to destroy."""
+        """Leave the groups to the next ``build`` to destroy: nobody uses them any more, and they had no orderly end."""
         if self.owned:
             groups = {name: weakref.ref(group) for name, group in self._groups().items()}
             _abandoned.append(_Abandoned(self._over({}), groups))
@@ -571,7 +571,10 @@ def _warning(rank: int, missing: set[int], timeout: timedelta) -> Iterator[None]
 
 
 def _choose(everyone: list[devices.RankFacts], rank: int) -> devices.DeviceChoice:
-    """Return the choice for an existing default process group; torch reports which backend serves which type of device."""
+    """Return the choice for an existing default process group.
+
+    torch reports which backend of the group serves which type of device.
+    """
     backends = dist.get_backend_config()
     return devices.choose(everyone, rank, devices.has_nccl(backends), backends)
 

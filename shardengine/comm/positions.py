@@ -42,7 +42,7 @@ class Waiting:
         return self.is_between(rank) and self.place > issued.get(self.group, 0)
 
     def never_meets(self, rank: int, other: Waiting) -> bool:
-        """Return whether ``rank`` waits, in ``other``, for another collective with the same number in the same group."""
+        """Return whether ``other``, the wait of ``rank``, has the same number and group but is another collective."""
         same = self.is_between(rank) and (self.group, self.place) == (other.group, other.place)
         return bool(self.place) and same and self.shape != other.shape
 

@@ -87,7 +87,10 @@ def agent_store() -> bool:
 
 
 def loopback() -> dict[str, str]:
-    """Return GLOO_SOCKET_IFNAME for ranks of one machine; gloo otherwise resolves the host's name, which often fails."""
+    """Return GLOO_SOCKET_IFNAME for ranks of one machine.
+
+    Without it gloo resolves the host's name, which often fails.
+    """
     found = sorted({"lo", "lo0"}.intersection(name for _, name in socket.if_nameindex()))
     return {"GLOO_SOCKET_IFNAME": found[0]} if found else {}
 

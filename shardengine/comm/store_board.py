@@ -76,7 +76,7 @@ class StoreBoard:
         self._beside = tuple(beside)
 
     def write_later(self, text: str) -> None:
-        """Write ``text`` within ``WRITE_LATER_S``, in the thread, under a key of its own ([Note: How far a rank is])."""
+        """Let the thread write ``text`` within ``WRITE_LATER_S``, under its own key ([Note: How far a rank is])."""
         self._later.text = text
         if self._end is None:
             self._begin()

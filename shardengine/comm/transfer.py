@@ -77,9 +77,13 @@ class Messages(Coding, Protocol):
 
 
 class TransferOptions(NamedTuple):
-    """coding: makes the messages that travel: ``Messages`` of a reduce-scatter, whose tensor is fp32 then and may be
+    """Options of one transfer.
+
+    coding: makes the messages that travel: ``Messages`` of a reduce-scatter, whose tensor is fp32 then and may be
     changed; ``Coding`` of a gather · earlier: from PARTIAL to SHARDED on a hybrid mesh, the group's sum of earlier
-    micro-batches (PARTIAL_ACROSS). It joins before sums go across. The transfer takes over this buffer of the pool."""
+    micro-batches (PARTIAL_ACROSS), which is added before sums go across. The transfer takes over this buffer of the
+    pool.
+    """
 
     coding: Any = None
     earlier: Tensor | None = None
@@ -107,7 +111,7 @@ class Fabric:
         return self.direct or dtype is not torch.float32
 
     def nodes(self, dtype: torch.dtype) -> int:
-        """Return the number of nodes, or shard groups, that first reduce such gradients inside; 1: reduce in one step."""
+        """Return how many nodes, or shard groups, first reduce such gradients inside; 1: one step."""
         if self.mesh.replicas > 1:
             return self.mesh.replicas
         return self.mesh.nodes.number if self.hierarchical and self.is_direct(dtype) else 1
@@ -126,7 +130,7 @@ class Fabric:
         return self.mesh.platform.copy_stream()
 
     def in_two_steps(self, first: Work, second: Callable[[], Work]) -> Work:
-        """Start ``second``, which itself waits for the data of ``first``: now, or when that data is found to be there."""
+        """Start ``second``, which itself waits for the data of ``first``: now, or when that data is found there."""
         if self.may_poll and self.overlap:
             return first.followed_by(second)
         if not self.overlap:
@@ -153,7 +157,10 @@ class Transfer:
 def compile_transfer(
     fabric: Fabric, what: CollectiveLabel, source: Placement, target: Placement, purpose: Purpose, like: Tensor
 ) -> Transfer:
-    """Return the transfer of tensors with the dtype and length of ``like``; ``InternalError`` if no single one does it."""
+    """Return the transfer of tensors with the dtype and length of ``like``.
+
+    ``InternalError`` if no single transfer does it.
+    """
     needed, along = operation(source, target), axes(source, target)
     if needed in (Operation.NOTHING, Operation.LOCAL_SLICE):
         return Transfer(what)
@@ -447,5 +454,8 @@ def is_known(dtype: torch.dtype) -> bool:
 
 
 def sendable(flat: Tensor) -> Tensor:
-    """Return ``flat``, or the same memory as bytes if a backend may not know its dtype; for data that is only copied."""
+    """Return ``flat``, or the same memory as bytes if a backend may not know its dtype.
+
+    Only for data that is copied and not summed.
+    """
     return flat if is_known(flat.dtype) else flat.view(torch.uint8)

@@ -83,7 +83,10 @@ class Watchdog:
         return f" in {where}" if where else ""
 
     def late(self, diagnosis: str) -> str:
-        """Return ``diagnosis`` of a wait that was too long, with a remedy if ranks that can be reached have not come."""
+        """Return ``diagnosis`` of a wait that was too long.
+
+        It ends with a remedy if ranks that can be reached have not come.
+        """
         if not diagnosis.startswith("Missing: ") or "cannot be reached" in diagnosis:
             return diagnosis
         return f"{diagnosis}. {_cure_alone(self._failures.placed(self._waiting), left=False)}"
@@ -138,8 +141,7 @@ class Watchdog:
             self._raise_left({rank: each for rank, each in departed if each.presence is Presence.ENDED})
 
     def stuck_before_groups(self) -> str:
-        """Describe a deadlock of a wait in ``engine.close()`` with a rank in the meeting before new groups; "" if none.
-        """
+        """Describe a deadlock of this wait, in ``engine.close()``, with a meeting before new groups; "" if none."""
         if time.monotonic() - self._started <= POST_AFTER_S:
             return ""
         self._post()

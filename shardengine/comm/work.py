@@ -281,7 +281,10 @@ def wait_for(
 
 
 def explain(error: BaseException, record: CollectiveRecord, failures: Failures) -> None:
-    """Raise ``CommunicationError`` with the missing ranks if ``error`` of somebody else's collective is a connection's."""
+    """Raise ``CommunicationError`` with the missing ranks if ``error`` comes from a connection.
+
+    error: of a collective that somebody else has begun.
+    """
     if failures.mesh.ranks == 1 or not any(word in str(error).lower() for word in _BACKENDS):
         return
     rank = failures.mesh.rank

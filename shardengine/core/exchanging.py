@@ -1,5 +1,5 @@
-"""Exchanges the weights for others that the optimizer keeps: averages, or the weights at which schedule-free classes
-run.
+"""Exchanges the weights for others that the optimizer keeps: averages, or the point where schedule-free classes
+evaluate.
 
 Owns: the order of calls around an exchange. Must not know: the meaning of the other weights.
 """

@@ -242,11 +242,7 @@ def full_optimizer_state(
             _check_shown(shown, expected)
             for name, entry in entries.items():
                 _check_entry(name, entry, given[name], fixed.get(name, {}))
-                if problem := optimizer.misfit(given[name]):
-                    raise UsageError(
-                        f"full_optimizer_state, {name!r}: {problem}; nothing was written",
-                        code="full-state-value-refused",
-                    )
+                _check_fit(name, optimizer.misfit(given[name]))
 
     early = core.reducer.early_use.suspended() if writable else nullcontext()  # a step inside would be lost
     edited = core.step_state.editing() if writable else nullcontext()
@@ -287,6 +283,13 @@ def _complete_entry(
     reads = optimizer.arithmetic.keeps_facts
     fixed = {key: value for key, value in entry.items() if key == "step" or key in (facts or {})} if reads else {}
     return {**fixed, **whole}
+
+
+def _check_fit(name: str, problem: str) -> None:
+    if problem:
+        raise UsageError(
+            f"full_optimizer_state, {name!r}: {problem}; nothing was written", code="full-state-value-refused"
+        )
 
 
 def _check_shown(shown: Mapping[str, dict[str, Any] | None], expected: Mapping[str, dict[str, Any] | None]) -> None:

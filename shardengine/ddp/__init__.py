@@ -1,15 +1,15 @@
 """The bucketed data-parallel core that every stage runs on: gradients, from autograd to the shard that is stepped.
 
 window            counts micro-batches: which one ends the accumulation window (the micro-batches of one optimizer step)
-step_state        how far the step is, and which calls that allows
-gradient_bucket   the gradients of one bucket: added up over micro-batches, where they are kept, in which dtype
+step_state        the progress of a step, and the calls that it allows
+gradient_bucket   the gradients of one bucket: their sums over micro-batches, places and dtypes
 reducer           readiness, order of launches, the end of a backward
 sparse_rows       the messages of sparse gradients
 gradient_views    the tensors that parameter.grad shows
 comm_hooks        the messages of a reduction of gradients
 early_use         gradients that are stepped in backward
 buffers           module buffers that are equal to rank 0's
-joining           ranks that have no more batches: what each reports, what it reads
+joining           ranks that have no more batches, and how the others learn it
 writes            values that the user's code has written into weights, and whether every rank has
 replicas          diverged replicas: shard groups that step separately for a while
 

@@ -1,4 +1,4 @@
-"""The gradients of one bucket during an accumulation window: where they are kept, in which dtype, who owns the memory.
+"""The gradients of one bucket during an accumulation window: their places, their dtypes, and who owns the memory.
 
 Must not know: collectives, when something is sent, stages.
 
@@ -11,8 +11,8 @@ these places:
     whole      the gradient of everything that this rank steps, full size or its shard group's slice, if that is more
                than ``complete``; gathered from the ranks' ``complete``
 
-For diverged replicas (replicas: [Note: Stepping apart]) ``complete`` is the group's slice of the group's own sum,
-divided and rounded, and everything that a rank steps.
+For diverged replicas (``replicas.py``) ``complete`` is the group's slice of the group's own sum, divided and rounded,
+and everything that a rank steps.
 
                        letter P                                 letter S
     micro-batch 1..k-1 partial += gradient                      partial = gradient → reduce-scatter → total += sum
@@ -33,7 +33,7 @@ micro-batch is added to it inside the group, before sums go across.
 [Note: Away] If the optimizer's state is offloaded, ``total`` and ``complete`` are in host memory, unless every rank
 needs the whole gradient. A micro-batch's sum over ranks on another device is copied there as soon as it is made, in the
 wire's dtype if that loses nothing, and added on the host when it has arrived. The last sum is squared for the norm
-where it is made (``take_squares``), so nobody reads it again for that. If every rank needs the whole gradient, it stays
+on the device that made it (``take_squares``), so nobody reads it again for that. If every rank needs the whole gradient, it stays
 on the device and is copied for its step, one bucket ahead (``fetch``).
 
 [Note: Late gradients] Autograd may deliver a parameter's gradient again in one backward (re-entrant checkpointing of a
@@ -219,8 +219,9 @@ def flat_gradient(gradient: Tensor, spec: ParameterSpec) -> Tensor:
 
 
 def _of_one_dtype(tensors: list[Tensor]) -> list[Tensor]:
-    """Return ``tensors`` in one dtype, for one launch; autograd may deliver another than the parameter's
-    (``grad_dtype``).
+    """Return ``tensors`` in one dtype, for one launch.
+
+    Autograd may deliver another dtype than the parameter's (``grad_dtype``).
     """
     return tensors if len({tensor.dtype for tensor in tensors}) <= 1 else [tensor.float() for tensor in tensors]
 

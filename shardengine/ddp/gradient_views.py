@@ -293,8 +293,9 @@ class GradientViews:
                 self._of.setdefault(index, []).append(bucket_grad)
 
     def expect(self, complete: Callable[[], None]) -> None:
-        """A backward whose end nobody will announce has begun: show all gradients; the first use of one calls
-        ``complete``.
+        """Show all gradients of a backward that has begun and whose end nobody will announce.
+
+        The first use of one calls ``complete``.
         """
         self.hide()
         self._complete = complete
@@ -371,8 +372,7 @@ class GradientViews:
         )
 
     def require_complete(self, index: int) -> None:
-        """End the backward before a gradient is used; ``UsageError`` if backward runs or the gradient's step is over.
-        """
+        """End the backward before a gradient is used; ``UsageError`` if it still runs, or the step is over."""
         complete = self._complete
         if complete is not None and torch._C._current_graph_task_id() >= 0:
             raise UsageError(
@@ -440,8 +440,7 @@ class GradientViews:
 
     @property
     def squares(self) -> Tensor | None:
-        """The square of each parameter's norm, with changes so far, fp64 [parameters] on the device; None: not known.
-        """
+        """The square of each parameter's norm, with changes so far: fp64 [parameters] on the device; None: unknown."""
         return self._squares
 
     def square(self, indices: Sequence[int]) -> Tensor:
@@ -609,8 +608,7 @@ class GradientViews:
         )
 
     def _parts(self, index: int) -> Iterator[tuple[Tensor, int, torch.dtype]]:
-        """Yield this rank's parts: (elements as a view, number of the first among the parameter's, the values' dtype).
-        """
+        """Yield this rank's parts: (view of the elements, number of the first in the parameter, the values' dtype)."""
         for state in self._of[index]:
             piece, flat = state.pieces[index], state.gradient
             if flat is None:
@@ -635,8 +633,7 @@ class GradientViews:
         return flat[offset : offset + part.numel()].to(part.device)
 
     def _same_elements(self, argument: ShardedGradient, offset: int, part: Tensor) -> Tensor:
-        """Return the elements of ``part``, from number ``offset`` on, from a copy of the same gradient or from itself.
-        """
+        """Return the elements of ``part``, from number ``offset`` on, of a copy of the same gradient or of itself."""
         if argument.copied is None:
             self.require_current(argument)
             return part.clone()
@@ -682,9 +679,7 @@ def _clamp_finite(target: Tensor, low: float, high: float) -> None:
 
 
 def taken(parameter: Tensor) -> tuple[ShardedGradient | None, Tensor | None]:
-    """Return (the gradient that ``parameter`` showed, the one that autograd has just accumulated); set ``grad`` to
-    None.
-    """
+    """Return the gradient that ``parameter`` showed and the one just accumulated by autograd; clear ``grad``."""
     shown, parameter.grad = parameter.grad, None
     if not isinstance(shown, ShardedGradient):
         return None, shown

@@ -23,8 +23,8 @@ from shardengine.errors import EarlyTerminationError, MismatchError
 
 _NONE, _HAS_DATA, _MOST = 63, 62, 61
 _BY_ACTIVE, _THROWS = 128, 64
-"""The byte: the lower six bits are a rank's micro-batches of this window, at most ``_MOST``, where it has run dry; else
-``_HAS_DATA``, or ``_NONE`` where no join is open. The upper two are the options."""
+"""The byte. Its lower six bits are a rank's micro-batches of this accumulation window, at most ``_MOST``, if the rank
+has run dry; otherwise ``_HAS_DATA``, or ``_NONE`` if no join is open. The upper two bits are the options."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,11 @@ class Attendance:
 
 
 class Join:
-    """Whether ``engine.join`` is open on this rank (``serves``: and this rank has run dry), and the other ranks'
-    reports.
+    """The state of ``engine.join`` on this rank, and the other ranks' reports.
 
-    source: the rank whose buffers all ranks use: the first that had a micro-batch in the last accumulation window ·
-    heard: the reports of the running window, None: none yet · gone: the ranks that are known to have run dry.
+    is_open: a join is open · serves: and this rank has run dry · source: the rank whose buffers all ranks use: the
+    first that had a micro-batch in the last accumulation window · heard: the reports of the running window, None: none
+    yet · gone: the ranks that are known to have run dry.
     """
 
     def __init__(self, rank: int = 0, ranks: int = 1) -> None:
@@ -110,7 +110,7 @@ class Join:
 
     @property
     def share(self) -> float:
-        """The factor by which the window's gradient is too small.
+        """The ratio of the window's gradient to the right mean.
 
         If the mean is over ranks with a micro-batch, it is the share of these ranks; else 1.
         """

@@ -1,25 +1,26 @@
 """From each parameter's gradient to the complete gradient of the step, bucket by bucket, for every stage.
 
-Owns: readiness counting, launching reductions in one order on all ranks, the end of a backward, agreeing on
-what was used. Must not know: stages by name, modules, weights, the optimizer. Where gradients rest, and in which dtype,
-is ``gradient_bucket.py``'s ([Note: Gradients of a window], [Note: Late gradients]).
+Owns: readiness counting, launching reductions in one order on all ranks, the end of a backward, agreeing on the used
+parameters. Must not know: stages by name, modules, weights, the optimizer. The places of gradients and their dtypes are
+``gradient_bucket.py``'s ([Note: Gradients of a window], [Note: Late gradients]).
 
-[Note: Static graph] Where the config says that a rank's used parameters stay the same (``Rules.static``), the first
-window tells which they are, on this rank and on some. From then on a bucket is not waited with for what never comes,
-and in the message at the end of a window ranks do not send which were used, but one bit: whether that is something else
-on this rank. Then it is an error on every rank. Other backwards at the end of a window are agreed on as ever.
+[Note: Static graph] If the config promises that a rank always uses the same parameters (``Rules.static``), the first
+accumulation window determines them, those of this rank and those of any rank. From then on a bucket does not wait for
+gradients that never come. In the message at the end of a window ranks send one bit instead of the used parameters:
+whether this rank used others. If so, every rank raises. Additional backwards at the end of a window are agreed on as
+without this setting.
 
-Where every rank needs the whole gradient (``Rules.gathers``), complete slices are gathered as soon as they are divided.
+If every rank needs the whole gradient (``Rules.gathers``), complete slices are gathered as soon as they are divided.
 
 [Note: Launch order] Bucket i is launched only after bucket i-1 of one fixed order, so collectives match on all ranks
-even where ranks finish parameters in different orders or do not use some. The order is the layout's in the first
-backward, and afterwards the order in which rank 0's buckets became ready. With that goes the order in which rank 0's
-gradients came, by which the engine may cut the buckets anew (core/rebuild.py, [Note: Buckets cut anew]).
+even if ranks finish parameters in different orders or do not use some. The order is the layout's in the first backward,
+and afterwards the one that rank 0's buckets became ready in. Rank 0 also sends the order of its gradients, which the
+engine may use to cut the buckets again (core/rebuild.py).
 
-[Note: Units] Where units are gathered in backward, a rank may stand in a gather that others join only after they have
-waited for a reduction. So a bucket is launched only when its unit was admitted: this rank's gathers up to it are
-issued. And a unit that is closed is launched with zeros for what did not come. The root belongs to no place in
-backward: its buckets are launched last, when backward ends.
+[Note: Units] If units are gathered in backward, a rank may be in a gather that others join only after they have waited
+for a reduction. So a bucket is launched only when its unit was admitted, that is when this rank's gathers up to it are
+issued. A unit that is closed is launched with zeros for missing gradients. The root has no fixed place in backward: its
+buckets are launched last, when backward ends.
 """
 
 from __future__ import annotations
@@ -52,24 +53,27 @@ _log = logging.getLogger(__name__)
 ERROR, FACTOR = "comm_error", "comm_factor"
 """Keys of flat slices of what messages have not said yet, and of what a hook goes on with from step to step."""
 MAX_IN_FLIGHT = 3
-"""Buckets whose reduction is under way at one moment."""
+"""The most buckets whose reduction is in flight at one moment."""
 
 
 class Payload(NamedTuple):
-    """What ranks exchange when their gradients are complete. host: uint8 on the CPU · values: fp64 on the device."""
+    """The message that ranks exchange when their gradients are complete.
+
+    host: uint8 on the CPU · values: fp64 on the device.
+    """
 
     host: Tensor
     values: Tensor
 
 
 def no_payload() -> Payload:
-    """Nothing is exchanged but the used parameters."""
+    """Return an empty payload: only the used parameters are exchanged."""
     return Payload(torch.zeros(0, dtype=torch.uint8), torch.zeros(0, dtype=torch.float64))
 
 
 @dataclass(frozen=True)
 class _Flight:
-    """A collective in flight, and what to do when it is complete (which may start another one)."""
+    """A collective in flight, and the function to call when it is complete (which may start another one)."""
 
     work: Work
     then: Callable[[], Work | _Flight | None] | None = None
@@ -77,8 +81,10 @@ class _Flight:
 
 @dataclass(frozen=True)
 class _BackwardMode:
-    """What the running backward is for, or the last one was. synchronise: what it brings is reduced · final: the window
-    ends with it."""
+    """The purpose of the running backward, or of the last one.
+
+    synchronise: its gradients are reduced · final: the accumulation window ends with it.
+    """
 
     synchronise: bool = True
     final: bool = False
@@ -86,8 +92,10 @@ class _BackwardMode:
 
 @dataclass(frozen=True)
 class _Static:
-    """The parameters that this rank uses in every window (None: it had no data yet), and those that some rank does
-    ([Note: Static graph])."""
+    """The parameters that this rank uses in every window (None: it had no data yet), and those that some rank uses.
+
+    See [Note: Static graph].
+    """
 
     here: frozenset[int] | None
     anywhere: frozenset[int]
@@ -97,7 +105,7 @@ def _nothing() -> None: ...
 
 
 class _Order:
-    """The order in which buckets are launched ([Note: Launch order]). units: of each bucket, or () for no matter."""
+    """The launch order of buckets ([Note: Launch order]). units: of each bucket, or () if units do not matter."""
 
     def __init__(self, count: int, units: Sequence[int] = ()) -> None:
         self.units = units
@@ -113,32 +121,32 @@ class _Order:
         return sorted(order, key=lambda index: self.units[index] == 0) if self.units else order
 
     def of_unit(self, unit: int) -> list[int]:
-        """The buckets of ``unit``."""
+        """Return the buckets of ``unit``."""
         return self._of_unit.get(unit, [])
 
     def admit(self, unit: int) -> None:
-        """The buckets of ``unit`` may be launched."""
+        """Allow the launch of the buckets of ``unit``."""
         self._admitted.add(unit)
 
     def admits_unit(self, unit: int) -> bool:
-        """Whether ``unit`` was admitted, or nothing waits for that."""
+        """Return whether ``unit`` was admitted, or no bucket waits for that."""
         return not self.units or unit in self._admitted
 
     def admits(self, index: int) -> bool:
-        """Whether bucket ``index`` may be launched before backward is over."""
+        """Return whether bucket ``index`` may be launched before backward is over."""
         return not self.units or self.units[index] in self._admitted
 
     def note_ready(self, index: int) -> None:
-        """Bucket ``index`` is ready and may be launched."""
+        """Note that bucket ``index`` is ready and may be launched."""
         if self._seen is not None:
             self._seen.append(index)
 
     def left(self) -> list[int]:
-        """What is still to be launched, in order."""
+        """Return the buckets that are still to be launched, in order."""
         return self._order[self._position :]
 
     def next(self) -> int | None:
-        """The first of ``left``."""
+        """Return the first of ``left``."""
         return self._order[self._position] if self._position < len(self._order) else None
 
     def advance(self) -> None:
@@ -146,24 +154,24 @@ class _Order:
         self._position += 1
 
     def place_of(self, index: int) -> int:
-        """Which one bucket ``index`` is."""
+        """Return the position of bucket ``index`` in the order."""
         return self._order.index(index)
 
     def after(self, index: int) -> list[int]:
-        """What is launched after bucket ``index``."""
+        """Return the buckets that are launched after bucket ``index``."""
         return self._order[self._order.index(index) + 1 :]
 
     def restart(self) -> None:
-        """A new backward begins."""
+        """Begin the order again, for a new backward."""
         self._position = 0
         self._admitted.clear()
         if self._seen is not None:
             self._seen = []
 
     def adopt(self, collectives: Collectives, came: list[int]) -> list[int]:
-        """After the first reduced backward: take over the order in which rank 0's buckets became ready; collective.
+        """After the first reduced backward: take over rank 0's order of ready buckets; collective.
 
-        came: the parameters, in the order in which gradients came here → rank 0's.
+        came: the parameters, in the order of their gradients on this rank. Returns rank 0's.
         """
         mine = torch.tensor([*dict.fromkeys([*(self._seen or ()), *self._order]), *came], dtype=torch.int64)
         rank0 = collectives.hear(mine.view(torch.uint8), "the order of buckets").view(torch.int64).tolist()
@@ -174,9 +182,9 @@ class _Order:
 class Reducer:
     """Reduces gradients of the trainable ``buckets`` (in layout order).
 
-    step_state: the window's, moved here as far as AGREED · parameters: of ``layout``, which show the gradients · hook:
-    says what travels when they are reduced · arrival: the trainable ones in the order in which gradients came in rank
-    0's first reduced backward, () before that.
+    step_state: of the accumulation window, moved here as far as AGREED · parameters: of ``layout``, which show the
+    gradients · hook: determines the messages of a reduction · arrival: the trainable parameters in the order of their
+    gradients in rank 0's first reduced backward, () before that.
     """
 
     def __init__(
@@ -230,14 +238,14 @@ class Reducer:
         return GradientBucket(bucket, layout, pool, self.rules.wire or bucket.full.dtype, leaves=leaves, spill=spill)
 
     def follow(self, rules: Rules) -> None:
-        """Gradients are reduced by ``rules`` from now on; between two windows."""
+        """Reduce gradients by ``rules`` from now on; called between two accumulation windows."""
         self.rules = replace(rules, divisor=1) if isinstance(self.hook, WholeGradients) else rules
         self._apart = rules.apart_with(*self.step_state.replicas.part)
         self._rounds_before_sending = not rules.sharded and rules.accumulate is not torch.float32
 
     @property
     def _today(self) -> Rules:
-        """Those of this window."""
+        """The rules of this accumulation window."""
         return self._apart if self.step_state.replicas.step.apart else self.rules
 
     @property
@@ -246,14 +254,14 @@ class Reducer:
         return self._collectives
 
     def serve(self, consumer: Consumer) -> None:
-        """``consumer`` steps with what is complete, from now on."""
+        """From now on ``consumer`` steps with complete gradients."""
         self._consumer = consumer
         self.early_use.serve(consumer if consumer.steps_early else None)
 
     def finish_gradients(self) -> None:
-        """The window's gradients are complete on this rank: agree with the others on what they are; collective.
+        """Agree with the other ranks on the gradients, which are complete on this rank; collective.
 
-        Again, where they were changed since.
+        Called again if gradients were changed since.
         """
         self.step_state.require("agreement")
         self.step_state.move(Phase.REDUCED)
@@ -265,13 +273,13 @@ class Reducer:
         self.step_state.move(Phase.AGREED)
 
     def following(self, index: int) -> list[GradientBucket]:
-        """The buckets whose gradients are complete after that of bucket ``index``, in order."""
+        """Return the buckets whose gradients are complete after that of bucket ``index``, in order."""
         return [self.buckets[each] for each in self._order.after(index)]
 
     def begin_backward(self, *, synchronise: bool, final: bool) -> None:
-        """Before a backward. synchronise: reduce in this micro-batch; final: the window ends with it.
+        """Begin a backward. synchronise: reduce in this micro-batch · final: the accumulation window ends with it.
 
-        After a final one: what is complete is set aside, and the new backward's gradient is added to it in ``agree``.
+        After a final one, complete gradients are set aside, and ``agree`` adds the new backward's gradient to them.
         """
         again = self.step_state.phase is Phase.AGREED
         self.step_state.begin_backward(steps_early=final and self.early_use.is_foreseen)
@@ -290,7 +298,7 @@ class Reducer:
             self._came.clear()
 
     def on_gradient(self, parameter: int, gradient: Tensor) -> None:
-        """``gradient`` of ``parameter`` in the running backward; the caller may drop it afterwards."""
+        """Take ``gradient`` of ``parameter`` in the running backward; the caller may drop it afterwards."""
         states = self._of_parameter[parameter]
         if gradient.layout is not torch.strided and not self.rules.steps_everything:
             name = states[0].name_of(parameter)
@@ -317,16 +325,19 @@ class Reducer:
                 self._launch_ready()
 
     def divide(self, unit_of: Mapping[int, int]) -> None:
-        """Weights are gathered in backward, unit by unit: ``unit_of`` each parameter, the root's is 0.
+        """Launch by units, because weights are gathered in backward unit by unit.
 
-        From now on a unit's buckets are launched when it was admitted, the root's when backward ends.
+        unit_of: the unit of each parameter; the root's is 0. From now on a unit's buckets are launched when it was
+        admitted, and the root's when backward ends.
         """
         units = [unit_of[next(iter(bucket_grad.pieces))] for bucket_grad in self.buckets]
         self._order = _Order(len(self.buckets), units if any(units) else ())
 
     def admit(self, unit: int) -> None:
-        """Every rank that is where this one is has gathered ``unit`` for the last time in this backward, or is about
-        to: what is ready of it may be launched."""
+        """Allow the launch of the ready buckets of ``unit``.
+
+        Every rank at this point of the backward has gathered the unit for the last time in it, or is about to.
+        """
         if self.step_state.phase is not Phase.BACKWARD or self._order.admits_unit(unit):
             return
         self._order.admit(unit)
@@ -337,7 +348,7 @@ class Reducer:
             self._launch_ready()
 
     def end_unit(self, unit: int) -> None:
-        """This backward brings no more gradients of ``unit`` on this rank: what did not come is zero."""
+        """End ``unit`` in this backward on this rank: missing gradients are zero."""
         if self.step_state.phase is not Phase.BACKWARD or not self._mode.synchronise:
             return
         incomplete = [index for index in self._order.of_unit(unit) if not self.buckets[index].is_ready]
@@ -355,7 +366,7 @@ class Reducer:
             self._order.note_ready(index)
 
     def finalize_backward(self) -> None:
-        """After a backward: launch what is left (zeros for what this rank did not use) and wait."""
+        """End a backward: launch the remaining buckets (zeros for parameters that this rank did not use) and wait."""
         mode, rules = self._mode, self._today
         if mode.synchronise:
             for index in self._order.left():
@@ -385,13 +396,13 @@ class Reducer:
         self.arrival, self._came = self._order.adopt(self._collectives, came), None
 
     def flush(self) -> None:
-        """Complete the window now, although its last backward was not the final one: reduce what was not."""
+        """Complete the accumulation window now, although its last backward was not final: reduce unsent gradients."""
         unsent = not self._mode.synchronise
         self.begin_backward(synchronise=unsent, final=True)
         self.finalize_backward()
 
     def discard(self) -> None:
-        """Forget the window's gradients, also after a backward that raised; buffers stay allocated for the next one."""
+        """Drop the window's gradients, also after a backward that raised; buffers stay allocated for the next one."""
         self.views.hide()
         self.early_use.wait()
         self.step_state.drop_gradients()
@@ -406,7 +417,10 @@ class Reducer:
         self.touched = frozenset()
 
     def abandon(self) -> None:
-        """After a failure: forget the window, the order of launches and what is in flight. The pool must, too."""
+        """After a failure: drop the accumulation window, the launch order and everything in flight.
+
+        The pool must forget its buffers as well.
+        """
         self._in_flight.clear()
         self._spill.drop()
         self.way_back.drop()
@@ -420,7 +434,7 @@ class Reducer:
         self.discard()
 
     def gradient_bytes(self) -> Counter[str]:
-        """Bytes that hold gradients at this moment, by where; transient buffers of the pool are not included."""
+        """Return the bytes that hold gradients now, by place; transient buffers of the pool are not included."""
         found = {key: bytes_at for bucket_grad in self.buckets for key, bytes_at in bucket_grad.storages().items()}
         total: Counter[str] = Counter()
         for place, size in found.values():
@@ -428,11 +442,11 @@ class Reducer:
         return total
 
     def agree(self, payload: Callable[[], Payload]) -> tuple[Tensor, Tensor]:
-        """The window is complete: agree on which parameters were used (``touched``); collective.
+        """Agree on the used parameters (``touched``) of a complete accumulation window; collective.
 
-        payload: what else is exchanged, made of the complete gradient → every rank's values and host bytes, [ranks, …].
-        With it goes what ranks say of their data (joining: [Note: Uneven inputs]). Where a rank has late gradients, or
-        a backward was final before this one, those are added first.
+        payload: makes the rest of the message from the complete gradient. Returns every rank's values and host bytes,
+        [ranks, …]. The message also has the ranks' reports about their data (joining: [Note: Uneven inputs]). If a rank
+        has late gradients, or an earlier backward was final, those gradients are added first.
         """
         late = {parameter for bucket_grad in self.buckets for parameter in bucket_grad.late.filled}
         reopened = any(bucket_grad.earlier is not None for bucket_grad in self.buckets)
@@ -465,7 +479,7 @@ class Reducer:
         return values, rows[:, 1:]
 
     def _stepped(self, used: frozenset[int]) -> frozenset[int]:
-        """What is stepped, of the parameters that some rank has ``used``."""
+        """Return the parameters to step, from those that some rank has ``used``."""
         unused = sorted(self._of_parameter.keys() - used) if self.rules.steps_unused else []
         if unused and not self._told_unused and self._collectives.mesh.rank == 0:
             more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
@@ -477,13 +491,13 @@ class Reducer:
     def _exchange_all(
         self, payload: Callable[[], Payload], numbers: Collection[int], count: int | None = None
     ) -> tuple[Tensor, Tensor, frozenset[int]]:
-        """As ``_exchange``, behind a byte of every rank."""
+        """As ``_exchange``, with the byte of ``Join`` in front of each rank's message."""
         host, values = payload()
         attends = torch.tensor([self.step_state.join.byte], dtype=torch.uint8)
         return self._exchange(Payload(torch.cat([attends, host]), values), numbers, count)
 
     def _refuse_change(self, known: _Static) -> None:
-        """``UsageError`` on every rank: on some, the used parameters are not those of the first window; collective."""
+        """Raise ``UsageError`` on every rank: some rank uses other parameters than in the first window; collective."""
         before = known.here if known.here is not None else known.anywhere if self.used else frozenset[int]()
         new, gone = sorted(self.used - before), sorted(before - self.used) if known.here is not None else []
         name = [self.views.layout.parameters[index].name for index in (*new, *gone)][:1]
@@ -500,7 +514,7 @@ class Reducer:
         )
 
     def powers_here(self, order: float) -> dict[int, Tensor]:
-        """Parameter → ``power_sum`` of what this rank has of its complete gradient: 0-dim fp64, where that lies."""
+        """Return parameter → ``power_sum`` of this rank's part of its complete gradient: 0-dim fp64, on its device."""
         found: dict[int, Tensor] = {}
         for parameter, power in (pair for bucket_grad in self.buckets for pair in bucket_grad.powers(order).items()):
             before = found.get(parameter)
@@ -508,7 +522,7 @@ class Reducer:
         return found
 
     def powers(self, order: float) -> Tensor:
-        """``power_sum`` of each parameter's complete gradient, fp64 [parameters] on the device; collective."""
+        """Return ``power_sum`` of each parameter's complete gradient, fp64 [parameters] on the device; collective."""
         values = torch.zeros(self._parameters, dtype=torch.float64, device=self._collectives.mesh.device)
         for parameter, power in self.powers_here(order).items():
             values[parameter] = power
@@ -519,8 +533,10 @@ class Reducer:
     def _exchange(
         self, payload: Payload | None, numbers: Collection[int], count: int | None = None
     ) -> tuple[Tensor, Tensor, frozenset[int]]:
-        """Every rank's ``payload``, and the union of the ranks' sets of ``numbers``, all below ``count`` (default: one
-        above the parameters' count)."""
+        """Return every rank's ``payload``, and the union of the ranks' sets of ``numbers``.
+
+        count: all numbers are below it; default: the number of parameters plus 1.
+        """
         host, values = payload or no_payload()
         flags = torch.zeros(self._parameters + 1 if count is None else count, dtype=torch.bool)
         flags[list(numbers)] = True
@@ -531,7 +547,7 @@ class Reducer:
         return all_values, payloads, frozenset(_union(packed, len(flags)))
 
     def _join(self, bucket_grad: GradientBucket, late: frozenset[int], used: frozenset[int]) -> None:
-        """Add the bucket's late gradients, completed on their own, then what was complete before this backward."""
+        """Add the bucket's late gradients, completed separately, then the gradient from before this backward."""
         parameters = late.intersection(bucket_grad.pieces)
         if parameters:
             rules = self._today
@@ -570,7 +586,7 @@ class Reducer:
             self._order.advance()
 
     def _launch(self, bucket_grad: GradientBucket) -> None:
-        """Start the reduction of ``partial``, having finished the oldest ones; of rows alone, finish it, too."""
+        """Start the reduction of ``partial`` after finishing the oldest ones; one by rows is also finished here."""
         by_rows = self.sends_rows(bucket_grad.bucket.layout)
         self._complete_flights(0 if by_rows else MAX_IN_FLIGHT - 1)
         final, rules = self._mode.final, self._today
@@ -608,8 +624,10 @@ class Reducer:
             self._complete_flights(0)  # [Note: Sparse gradients]
 
     def _messages(self, bucket_grad: GradientBucket | None) -> HookMessages | None:
-        """What the hook makes of the sum that ``bucket_grad`` sends for the first time; None: of another one, of whose
-        errors nothing is known."""
+        """Return the hook's coding for the sum that ``bucket_grad`` sends first.
+
+        None as bucket: another sum, without kept errors.
+        """
         if self.hook is None or not self.hook.makes_messages:
             return None
         return HookMessages(
@@ -617,7 +635,7 @@ class Reducer:
         )
 
     def _used(self, bucket_grad: GradientBucket) -> list[tuple[int, int]]:
-        """Where ``partial`` has gradients of this rank: intervals with the padding between parameters."""
+        """Return the intervals of ``partial`` with gradients of this rank, including the padding between parameters."""
         start, found, goes_on = bucket_grad.bucket.layout.start, list[tuple[int, int]](), False
         for piece in bucket_grad.pieces.values():
             used = piece.parameter in bucket_grad.partial.filled
@@ -628,9 +646,10 @@ class Reducer:
         return found
 
     def _begin_rounds(self, bucket_grad: GradientBucket, full: Tensor) -> _Flight:
-        """As ``_launch``, of what a hook brings to every rank in rounds; ``full`` is fp32, ``partial`` or a buffer.
+        """As ``_launch``, for a hook that brings the sum to every rank in rounds.
 
-        Rounds of one bucket go between those of others, in an order that depends on launches alone.
+        full: fp32, ``partial`` or a buffer. Rounds of one bucket go between those of others, in an order that depends
+        only on launches.
         """
         hook, final = self.hook, self._mode.final
         if hook is None:
@@ -649,8 +668,10 @@ class Reducer:
         return first if isinstance(first, _Flight) else _Flight(first or Work())
 
     def _add_up(self, said: Tensor, what: BucketLayout, then: Callable[[], _Flight | Work | None]) -> _Flight:
-        """``said`` of all ranks, added up in its place on every rank. Both operations are on one group, where the
-        gathers of weights are not."""
+        """Replace the tensor on every rank by its sum over ranks.
+
+        Both operations use one group, which gathers of weights do not use.
+        """
         collectives, ranks = self._collectives, self._collectives.mesh.ranks
         own = said.chunk(ranks)[collectives.mesh.rank]
 
@@ -664,7 +685,7 @@ class Reducer:
         return _Flight(collectives.move(*moved, on_complete), share)
 
     def _end_rounds(self, bucket_grad: GradientBucket, full: Tensor, *, final: bool) -> Work | None:
-        """``full`` is the ranks' sum. What is left to do, if anything."""
+        """Use ``full``, the ranks' sum; return the remaining work, if any."""
         rules, partial, wire = self.rules, bucket_grad.partial.tensor, bucket_grad.wire
         taken = [] if full is partial else [full]
 
@@ -692,7 +713,7 @@ class Reducer:
         )
 
     def _reduce_across(self, bucket_grad: GradientBucket) -> None:
-        """The window ends without another reduction inside of the shard groups: add up what these have."""
+        """Add up the sums of the shard groups, for a window that ends without another reduction inside them."""
         self._complete_flights(MAX_IN_FLIGHT - 1)
         rules, total = self.rules, bucket_grad.detach_total(self.rules.reduce)
         if total is None:
@@ -716,8 +737,11 @@ class Reducer:
         on_complete: OnComplete,
         then: Callable[[], object] = lambda: None,
     ) -> tuple[Work, Callable[[], Work]]:
-        """``sent`` is added up inside of the group, what waits in ``total`` joins; what then begins brings another
-        group's sum beside it, and hands both to ``on_complete``. then: ``sent`` is not used any more."""
+        """Add up ``sent`` and the waiting ``total`` inside the group; return this work and its continuation.
+
+        The continuation starts to bring another group's sum, and passes both to ``on_complete``. then: called when
+        ``sent`` is not used any more.
+        """
         rules, earlier = self._today, bucket_grad.detach_total()
         summed = self._pool.acquire(bucket_grad.bucket.layout.sizes[rules.complete], rules.reduce)
 
@@ -733,7 +757,7 @@ class Reducer:
         return self._reduce(bucket_grad, sent, add_up, TransferOptions(), rules.summed), second
 
     def _exchange_total(self, bucket_grad: GradientBucket) -> None:
-        """The window ends without another reduction inside of the shard groups."""
+        """Exchange ``total`` in a window that ends without another reduction inside the shard groups."""
         self._complete_flights(MAX_IN_FLIGHT - 1)
         rules, total = self._today, bucket_grad.detach_total(self.rules.reduce)
         if total is not None:
@@ -744,8 +768,10 @@ class Reducer:
             )
 
     def _exchange_sums(self, bucket_grad: GradientBucket, summed: Tensor, on_complete: OnComplete) -> Work:
-        """Begin to bring another group's sum; ``on_complete`` is given both. summed: a buffer of the pool, which is
-        the caller's no longer."""
+        """Begin to bring another group's sum, and pass both to ``on_complete``.
+
+        summed: a buffer of the pool, which the caller no longer owns.
+        """
         to, source = self.step_state.replicas.partners
         count, groups = summed.numel(), range(self._collectives.mesh.replicas)
         received = self._pool.acquire(count, summed.dtype)
@@ -761,8 +787,10 @@ class Reducer:
         return work.ending_with(end)
 
     def _dtype_of_partial(self, bucket_grad: GradientBucket) -> torch.dtype:
-        """Of a sum that is begun now: the wire's where it is sent at once, else what gradients wait in; fp32 for a
-        hook that makes something else of it."""
+        """Return the dtype of a sum that begins now: the wire's if it is sent at once, else that of waiting gradients.
+
+        It is fp32 for a hook that makes messages or rounds from it.
+        """
         if (self._makes_messages or self._in_rounds) and self._mode.synchronise and not self._rounds_before_sending:
             return torch.float32
         waits = not self._mode.synchronise or self._rounds_before_sending
@@ -777,7 +805,7 @@ class Reducer:
         return self.hook is not None and self.hook.makes_messages
 
     def _to_wire(self, bucket_grad: GradientBucket, full: Tensor) -> Tensor:
-        """``full`` in the dtype that is sent, fp32 for a hook: itself, or a copy in a buffer of the pool."""
+        """Return ``full`` in the dtype that is sent, fp32 for a hook: itself, or a copy in a buffer of the pool."""
         dtype = torch.float32 if self._makes_messages or self._in_rounds else bucket_grad.wire
         if full.dtype is dtype:
             return full
@@ -812,8 +840,11 @@ class Reducer:
         on_complete: OnComplete,
         target: Placement,
     ) -> Work:
-        """A function of the user's brings the mean over ranks. One at a time on gloo, whose two threads it may hold:
-        torch's PowerSGD waits for a collective in what follows another one."""
+        """Let a function of the user's bring the mean over ranks.
+
+        On gloo one call runs at a time, because it may hold both of gloo's threads: torch's PowerSGD waits for a
+        collective in the callback of another one.
+        """
         if self._collectives.may_poll:
             self._complete_flights(0)
         layout, parameters = bucket_grad.bucket.layout, self.views.parameters
@@ -836,15 +867,17 @@ class Reducer:
         return self._collectives.follow(FutureWork(future), layout, Purpose.GRADIENTS, take)
 
     def sends_rows(self, layout: BucketLayout) -> bool:
-        """Whether of this bucket's gradients only rows that are not zero travel ([Note: Sparse gradients]); a hook is
-        given all of them."""
+        """Return whether only this bucket's rows that are not zero travel ([Note: Sparse gradients]).
+
+        With a hook all rows do.
+        """
         return layout.row > 0 and self.hook is None and self._collectives.mesh.ranks > 1
 
     def _spec(self, parameter: int) -> ParameterSpec:
         return self.views.layout.parameters[parameter]
 
     def use(self, hook: CommHook | None) -> None:
-        """``hook`` says what travels when gradients are reduced, from the start on."""
+        """From the start on, ``hook`` determines the messages of a reduction."""
         self.hook, mesh = hook, self._collectives.mesh
         if hook is not None and mesh.ranks > 1:
             for bucket_grad in self.buckets:
@@ -860,30 +893,30 @@ class Reducer:
         ]
 
     def begin_step(self, number: int) -> None:
-        """So many updates were made before the window that begins."""
+        """Note the number of updates that were made before the accumulation window that begins."""
         self._step_number = number
 
     def note_scale(self, scale: float) -> None:
-        """The running backward's loss is multiplied with ``scale``."""
+        """Note that the running backward's loss is multiplied with ``scale``."""
         if self.hook is not None:
             self.hook.note_scale(scale)
 
     def register(self, hook: WholeGradients) -> None:
-        """``hook`` takes the place of the reductions, and of their divisor."""
+        """Replace the reductions, and their divisor, by ``hook``."""
         self.hook, self.rules = hook, replace(self.rules, divisor=1)
 
     @property
     def hook_label(self) -> str:
-        """What a function of the user's is called; "" without one."""
+        """The name of the user's function that is the hook; "" without one."""
         return self.hook.label if isinstance(self.hook, WholeGradients) else ""
 
     def hook_calls(self, wait_s: float) -> int | None:
-        """How often that was called; None where it has failed, or what is under way does not end within ``wait_s``."""
+        """Return the number of calls of that function; None if it has failed, or does not end within ``wait_s``."""
         alone = self._collectives.mesh.ranks == 1
         return 0 if alone or not isinstance(self.hook, WholeGradients) else self.hook.calls(wait_s)
 
     def take_over(self, old: Reducer, before: Layout) -> None:
-        """What ``old``, of the layout ``before``, knows of its hook: a function of the user's, errors that wait."""
+        """Take over the hook of ``old``, whose layout is ``before``: a function of the user's, errors that wait."""
         if isinstance(old.hook, WholeGradients):
             self.register(old.hook)
         self.begin_step(old._step_number)
@@ -892,8 +925,11 @@ class Reducer:
             targets.receive(part)
 
     def hook_states(self, layout: Layout) -> Iterator[FlatSlice]:
-        """What a hook keeps from step to step: errors, what this rank's messages have not said yet of all of every
-        parameter, and factors, the same on all ranks, of parameters as a whole."""
+        """Yield the state that a hook keeps from step to step.
+
+        Errors: the parts of gradients that this rank's messages have not sent yet, of every whole parameter. Factors:
+        the same on all ranks, of parameters as a whole.
+        """
         if self.hook is None:
             return
         for each in (
@@ -916,14 +952,16 @@ class Reducer:
             self._in_flight.append(next_ if isinstance(next_, _Flight) else _Flight(next_))
 
     def finish_what_is_there(self) -> None:
-        """Finish the reductions that are complete, from the oldest on; blocks for none. Where a reduction has two
-        steps, other ranks may wait for this one to begin the second."""
+        """Finish the reductions that are complete, from the oldest on, without blocking.
+
+        If a reduction has two steps, other ranks may wait for this one to begin the second.
+        """
         self._complete_flights(len(self._in_flight))
 
     def _complete_flights(self, leave: int) -> None:
         """Finish reductions from the oldest on: those that are complete, and more until ``leave`` are in flight.
 
-        Not those that are complete where rounds follow: these go on one group, in the same order on every rank.
+        With rounds, complete ones are not finished early: rounds use one group, in the same order on every rank.
         """
         poll = self._collectives.may_poll and not self._in_rounds
         while self._in_flight and (len(self._in_flight) > leave or (poll and self._in_flight[0].work.done())):
@@ -934,13 +972,13 @@ class Reducer:
 
 
 def _pack(flags: Tensor) -> Tensor:
-    """Booleans → bits, eight to a byte."""
+    """Return booleans as bits, eight to a byte."""
     padded = torch.cat([flags, flags.new_zeros(-len(flags) % 8)]).view(-1, 8).to(torch.uint8)
     return (padded << torch.arange(8, dtype=torch.uint8)).sum(dim=1, dtype=torch.uint8)
 
 
 def _union(packed: Tensor, count: int) -> list[int]:
-    """Bits, a row per rank → the numbers below ``count`` whose bit some rank has set."""
+    """Return the numbers below ``count`` whose bit some rank has set. packed: bits, a row per rank."""
     found = numpy.bitwise_or.reduce(packed.numpy(), axis=0)
     numbers: list[int] = numpy.flatnonzero(numpy.unpackbits(found, count=count, bitorder="little")).tolist()
     return numbers

@@ -1,17 +1,17 @@
-"""What travels of buckets that consist of rows, few of which have a gradient: those that are not zero.
+"""The messages of buckets that consist of rows, if few rows have a gradient: only rows that are not zero travel.
 
-Must not know: where gradients rest, when they are reduced, which parameters have such buckets.
+Must not know: where gradients are kept, when they are reduced, which parameters have such buckets.
 
-[Note: Sparse gradients] A sparse gradient is made dense where it arrives (``gradient_bucket.flat_gradient``), so that
-sums over micro-batches, the norm, the step and what a parameter shows are those of the same model with dense ones, bit
-for bit. Only on the way between ranks its bucket is rows again. Of its sum over micro-batches each row that is not zero
-goes to the rank that owns it (sharding, layout: [Note: Rows]), which adds zeros for ranks that have sent none, in the
-same tree as ever; of what is complete each row that is not zero goes from there to all. A row travels as its number in
-the slice (int32) and its elements.
+[Note: Sparse gradients] A sparse gradient is made dense on arrival (``gradient_bucket.flat_gradient``). So sums over
+micro-batches, the norm, the step and the gradient that a parameter shows are, bit for bit, those of the same model with
+dense gradients. Only on the way between ranks its bucket is rows again. Each row of the sum over micro-batches that is
+not zero goes to its owner rank (sharding, layout: [Note: Rows]), which adds zeros for ranks that have sent none, in the
+usual tree. Each row of the complete gradient that is not zero goes from there to all ranks. A row travels as its number
+in the slice (int32) and its elements.
 
-How many rows there are is not known before, so ranks exchange these numbers first, in a message that the host waits
-for. A rank that stands there begins nothing, so what was begun before must have ended: the reducer waits for all of it,
-and for the rows, too, before it goes on.
+The number of rows is not known before, so ranks exchange these numbers first, in a message that the host waits for. A
+rank that waits there starts nothing, so everything that was started before must have ended. The reducer waits for all
+of it, and also for the rows, before it continues.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _NUMBER = torch.int32
 
 
 class SparseRows:
-    """Reductions and gathers of such buckets (``BucketLayout.row``), where each rank owns one slice."""
+    """Reductions and gathers of such buckets (``BucketLayout.row``); each owner rank has one slice."""
 
     def __init__(self, collectives: Collectives, pool: BufferPool) -> None:
         self._collectives = collectives
         self._pool = pool
 
     def reduce(self, full: Tensor, what: BucketLayout, on_complete: OnComplete) -> Work:
-        """As ``Collectives.move`` of all of a bucket, from PARTIAL to SHARDED. Returns when every rank has come."""
+        """As ``Collectives.move`` of a whole bucket from PARTIAL to SHARDED. Returns when every rank has come."""
         mesh = self._collectives.mesh
         rows = full.view(-1, what.row)
         numbers, of_slice = _not_zero(rows), len(rows) // mesh.ranks
@@ -58,8 +58,10 @@ class SparseRows:
         return work.ending_with(add)
 
     def gather(self, whole: Tensor, what: BucketLayout) -> Work:
-        """As ``Collectives.move`` of a bucket from SHARDED to REPLICATED; its other slices may hold anything. Returns
-        when every rank has come."""
+        """As ``Collectives.move`` of a bucket from SHARDED to REPLICATED; its other slices may hold anything.
+
+        Returns when every rank has come.
+        """
         mesh = self._collectives.mesh
         slices = whole.view(-1, what.row).chunk(mesh.ranks)
         own = slices[mesh.rank]
@@ -79,30 +81,30 @@ class SparseRows:
         return work.ending_with(fill)
 
     def _counts(self, own: Tensor, what: BucketLayout) -> Tensor:
-        """``own`` numbers of every rank, [ranks, …]."""
+        """Return every rank's ``own`` numbers, [ranks, …]."""
         sent = own.cpu().view(torch.uint8)
         rows = self._collectives.exchange(sent, f"how many rows of {what.label} travel")
         return rows.contiguous().view(torch.int64)
 
 
 def _not_zero(rows: Tensor) -> Tensor:
-    """The numbers of the rows that have an element which is not zero, ascending; NaN is not."""
+    """Return the numbers of the rows with an element that is not zero (NaN is not zero), ascending."""
     return (rows != 0).any(dim=1).nonzero().view(-1)
 
 
 def _width(rows: Tensor) -> int:
-    """Bytes of a row that travels."""
+    """Return the bytes of a row in a message."""
     return _NUMBER.itemsize + rows.shape[1] * rows.element_size()
 
 
 def _packed(rows: Tensor, numbers: Tensor, named: Tensor) -> Tensor:
-    """The rows with these ``numbers`` as bytes, one after the other, each behind what it is ``named``."""
+    """Return the rows with these ``numbers`` as bytes, one after the other, each after its number in ``named``."""
     chosen = rows.index_select(0, numbers).view(torch.uint8)
     return torch.cat([named.to(_NUMBER).view(-1, 1).view(torch.uint8), chosen], dim=1).view(-1)
 
 
 def _unpack(message: Tensor, rows: Tensor) -> None:
-    """``rows`` become those of a message, and zeros."""
+    """Write the rows of a message to ``rows``, and zeros elsewhere."""
     rows.zero_()
     if message.numel():
         names, values = message.view(-1, _width(rows)).tensor_split([_NUMBER.itemsize], dim=1)

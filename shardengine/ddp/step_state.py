@@ -1,5 +1,6 @@
-"""How far the window's step is on this rank, and which calls that allows. Owns: the phases, the moves between them,
-what each call of the user needs, and the sentence where that is missing.
+"""How far the accumulation window's step is on this rank, and which calls that allows.
+
+Owns: the phases, the moves between them, the needs of each call of the user, and the error if one is missing.
 
 Must not know: gradients, weights, how an update is done.
 
@@ -7,11 +8,11 @@ Must not know: gradients, weights, how an update is done.
                  └──▶ BROKEN                             │   ▲────────┘ │
                                                    BROKEN ◀──┘ changed  └──▶ SPOILED, or BACKWARD once more
 
-A window that is stepped or dropped leads from every phase to EMPTY (but ``drop_gradients`` keeps an update that has
-begun where it is), an update that nothing can finish to LOST.
+A window that is stepped or dropped leads from every phase to EMPTY, but ``drop_gradients`` does not move an update that
+has begun. An update that nothing can finish leads to LOST.
 
-What belongs to one step is reset with the phase. Beside it stand what users hold open around steps (``full_params``,
-``offload_states``; ``no_sync`` is the window's).
+State of one step is reset with the phase. The state of blocks and calls that users hold open around steps
+(``full_params``, ``offload_states``) is kept beside it; ``no_sync`` is the window's.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from shardengine.errors import InternalError, UsageError
 
 
 class Phase(enum.Enum):
-    """How far the window's step is on this rank."""
+    """How far the accumulation window's step is on this rank."""
 
     EMPTY = "the window has no gradients"
     BACKWARD = "a backward runs"
@@ -59,14 +60,14 @@ _BEGUN = {Phase.UPDATING, Phase.TORN, Phase.LOST}
 
 
 class EarlySteps(enum.IntEnum):
-    """Whether buckets take the step in the window's last backward ([Note: Final gradients])."""
+    """Whether buckets are stepped in the accumulation window's last backward ([Note: Final gradients])."""
 
     NONE = 0
-    """They cannot."""
+    """They are not."""
     POSSIBLE = 1
-    """That backward has begun: they may, so that the window can only be stepped."""
+    """That backward has begun: they may be, so the window can only be stepped."""
     BEGUN = 2
-    """Some on this rank have, or are about to."""
+    """Some on this rank have been, or are about to be."""
     TORN = 3
     """One of them failed inside of its kernels."""
 
@@ -74,12 +75,12 @@ class EarlySteps(enum.IntEnum):
 class StepState:
     """How far the step of ``window`` is on this rank.
 
-    quiet: ``engine.reset()`` could not finish the update; no collective is under way, so that it, or a load, may
-    follow · summoned: how many ``full_params`` are open · edited: how many ``full_optimizer_state`` that may be written
-    to · averaged: whether the weights are their averages now · offloaded: what ``offload_states`` has moved to the
-    host's memory · join: whether ranks may run out of data, and who has · replicas: whether shard groups step apart ·
-    writes: of weights, by the user's code ·
-    hook_refused: why the function that was registered as communication hook is not called any more.
+    quiet: ``engine.reset()`` could not finish the update; no collective is in flight, so another reset or a load may
+    follow · summoned: the number of open ``full_params`` · edited: the number of open ``full_optimizer_state`` that
+    allow writes · averaged: whether the weights are their averages now · offloaded: the state that ``offload_states``
+    has moved to host memory · join: whether ranks may run out of data, and which have · replicas: whether replicas
+    diverge · writes: of weights, by the user's code · hook_refused: why the registered communication hook is not called
+    any more.
     """
 
     def __init__(self, window: Window, rank: int = 0, ranks: int = 1, replicas: Replicas | None = None) -> None:
@@ -101,76 +102,79 @@ class StepState:
 
     @property
     def early(self) -> EarlySteps:
-        """Whether buckets take the step in the window's last backward."""
+        """Whether buckets are stepped in the window's last backward."""
         return EarlySteps.TORN if self._early_torn else self._early
 
     @property
     def is_agreed(self) -> bool:
-        """Whether the ranks have agreed on the window's gradients, which are not forgotten."""
+        """Whether the ranks have agreed on the window's gradients, which are not dropped."""
         return self.phase in {Phase.AGREED, Phase.SPOILED, Phase.UPDATING, Phase.TORN}
 
     @property
     def must_be_stepped(self) -> bool:
-        """Whether something may have been stepped in backward already."""
+        """Whether a bucket may have been stepped in backward already."""
         return self.early >= EarlySteps.POSSIBLE
 
     @property
     def has_begun(self) -> bool:
-        """Whether something on this rank has taken the window's step, or is about to."""
+        """Whether a bucket on this rank has taken the window's step, or is about to."""
         return self.phase in _BEGUN or self.early >= EarlySteps.BEGUN
 
     @property
     def can_be_finished(self) -> bool:
-        """Whether this rank can carry out the step, or what is left of it."""
+        """Whether this rank can carry out the step, or the rest of it."""
         return self.phase in {Phase.AGREED, Phase.UPDATING} and self.early is not EarlySteps.TORN
 
     def move(self, phase: Phase) -> None:
-        """The step goes on to ``phase``; ``InternalError`` where that cannot follow."""
+        """Move the step to ``phase``; ``InternalError`` if that phase cannot follow."""
         if phase is not self.phase and phase not in _MOVES[self.phase]:
             raise InternalError(f"a step cannot go from {self.phase.name} to {phase.name} (rank {self.rank})")
         self.phase, self.quiet = phase, False
 
     def begin_backward(self, *, steps_early: bool) -> None:
-        """A backward begins. steps_early: buckets may be stepped in it."""
+        """Begin a backward. steps_early: buckets may be stepped in it."""
         self.require("another backward")
         self.move(Phase.BACKWARD)
         self._early = EarlySteps.POSSIBLE if steps_early else EarlySteps.NONE
 
     def backward_failed(self) -> None:
-        """The backward raised, or what completes its gradients did."""
+        """Note that the backward, or the completion of its gradients, raised."""
         self.window.backward_failed()
         if self.phase in {Phase.BACKWARD, Phase.REDUCED}:
             self.move(Phase.BROKEN)
 
     def note_early(self, *, torn: bool = False) -> None:
-        """A bucket is stepped in backward. torn: that failed inside of its kernels; any thread may say so."""
+        """Note that a bucket is stepped in backward.
+
+        torn: that failed inside of its kernels; any thread may call this.
+        """
         if torn:
             self._early_torn = True
         else:
             self._early = EarlySteps.BEGUN
 
     def note_unfinished(self) -> None:
-        """``reset()`` could not finish the update."""
+        """Note that ``reset()`` could not finish the update."""
         self.quiet = True
 
     def drop_gradients(self) -> None:
-        """The gradients are forgotten; what has taken the step has taken it all the same."""
+        """Drop the gradients; buckets that were stepped already stay stepped."""
         if self.phase not in _BEGUN:
             self.phase = Phase.EMPTY
         if self.early < EarlySteps.BEGUN:
             self._early = EarlySteps.NONE
 
     def lose(self) -> None:
-        """The update cannot be finished."""
+        """Note that the update cannot be finished."""
         self._reset(Phase.LOST)
 
     def restart(self, total: int | None = None) -> None:
-        """The window is dropped, also one that was lost. total: as in ``Window.restart``."""
+        """Drop the accumulation window, also one that was lost. total: as in ``Window.restart``."""
         self._reset()
         self.window.restart(total)
 
     def close(self) -> int:
-        """The step was applied, or skipped: a new window begins. Returns the micro-batches of the old one."""
+        """Begin a new window after an applied or skipped step; return the micro-batches of the old one."""
         self._reset()
         self.writes.end_window()
         return self.window.close()
@@ -182,7 +186,7 @@ class StepState:
 
     @contextmanager
     def summoning(self) -> Iterator[None]:
-        """A ``full_params`` is open inside."""
+        """A block with an open ``full_params``."""
         self.summoned += 1
         try:
             yield
@@ -191,7 +195,7 @@ class StepState:
 
     @contextmanager
     def editing(self) -> Iterator[None]:
-        """Inside, master weights and states are the user's to write."""
+        """A block that allows the user to write master weights and states."""
         self.edited += 1
         try:
             yield
@@ -200,7 +204,7 @@ class StepState:
 
     @contextmanager
     def averaging(self) -> Iterator[None]:
-        """Inside, the weights are averages."""
+        """A block with averages as weights."""
         self.averaged = True
         try:
             yield
@@ -208,16 +212,16 @@ class StepState:
             self.averaged = False
 
     def note_offloaded(self, what: set[str]) -> None:
-        """``what`` is in host memory."""
+        """Note that ``what`` is in host memory."""
         self.offloaded |= what
 
     def note_reloaded(self) -> None:
-        """Everything is back."""
+        """Note that everything is back on the device."""
         self.offloaded.clear()
 
     @contextmanager
     def in_hook(self) -> Iterator[None]:
-        """A function of the user's runs, which may not call the engine."""
+        """A block that runs a function of the user's, which may not call the engine."""
         self._hook_runs = True
         try:
             yield
@@ -225,11 +229,11 @@ class StepState:
             self._hook_runs = False
 
     def refuse_hook(self, why: str) -> None:
-        """What the communication hook has begun is out of step between the ranks, for good."""
+        """Stop calling the communication hook, because its collectives are out of step between the ranks, for good."""
         self.hook_refused = why
 
     def require(self, call: Call, shown: str = "") -> None:
-        """``UsageError`` where ``call``, one of ``NEEDS``, cannot be served now. shown: how it is named there."""
+        """Raise ``UsageError`` if ``call``, one of ``NEEDS``, is not allowed now. shown: its name in the error."""
         if self._hook_runs:
             raise UsageError(
                 f"{shown or call} inside of a communication hook (rank {self.rank}), which runs in the middle of "
@@ -424,8 +428,10 @@ def _not_updating(state: StepState, _call: str) -> str | None:
 
 
 def _resumable(state: StepState, _call: str) -> str | None:
-    """One rank may go on with its update by itself. Where there are more, it is not known which buckets have been
-    gathered; ``reset()`` gathers all of them."""
+    """One rank may continue its update by itself.
+
+    With several ranks it is not known which buckets have been gathered; ``reset()`` gathers all of them.
+    """
     if state.phase not in _BEGUN or (state.ranks == 1 and state.phase is not Phase.LOST):
         return None
     return _not_updating(state, "")
@@ -442,7 +448,7 @@ def _untorn(state: StepState, _call: str) -> str | None:
 
 _NOTHING_STEPPED = (_not_updating, _not_stepping_early)
 _ALONE = (_outside_join, _outside_full_params, _outside_editing, _outside_ema)
-"""Not in the middle of something that other ranks have open, too."""
+"""Not inside of a block that other ranks may have open as well."""
 _WHOLE = (*_ALONE, *_NOTHING_STEPPED, _replicas_alike)
 _AT_REST = (*_ALONE, *_NOTHING_STEPPED, _between_steps)
 
@@ -455,8 +461,9 @@ Call = Literal[
     "optimizer.train() or eval()", "engine.ema()", "engine.join()", "a call of every rank", "saving",
     "step(flush=True)", "another setting", "average_replicas()",
 ]  # fmt: skip
-"""What the user calls; "any" of it, and what the engine does on the way: begin "another backward", bring the ranks'
-"agreement" on gradients about, and "update" buckets. What a call needs before its first collective is asked there."""
+"""The calls of the user, with "any" for all of them, and steps of the engine inside a call: begin "another backward",
+reach the ranks' "agreement" on gradients, and "update" buckets. Needs are checked before a call's first collective.
+"""
 
 NEEDS: dict[Call, tuple[_Need, ...]] = {
     "any": (_reloaded,),
@@ -510,4 +517,4 @@ NEEDS: dict[Call, tuple[_Need, ...]] = {
     "close()": (_outside_ema, _outside_full_params),
     "close(restore=False)": _WHOLE,
 }
-"""What each call needs; the first that is missing says so."""
+"""The needs of each call; the first one that is missing provides the error."""

@@ -1,7 +1,7 @@
-"""Where in the window of micro-batches we are. Owns counting and the boundary; integers only.
+"""The position in the accumulation window. Owns counting and the boundary; integers only.
 
-A window is the micro-batches of one optimizer step. A micro-batch counts when ``step()`` is called after its backward,
-or, for loops that call ``step()`` only at the end of a window, when the next backward starts.
+An accumulation window is the micro-batches of one optimizer step. A micro-batch counts when ``step()`` is called after
+its backward, or, for loops that call ``step()`` only at the end of a window, when the next backward starts.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ from shardengine.errors import UsageError
 
 
 class Forward:
-    """One forward of the outermost module. ``micro_batch``: the number of the one that its backward was, or None."""
+    """One forward of the outermost module. ``micro_batch``: the number of the micro-batch of its backward, or None."""
 
     def __init__(self) -> None:
         self.micro_batch: int | None = None
 
 
 class Window:
-    """Counts micro-batches. ``size``: how many make a step · managed: False where the caller's ``step()`` ends it."""
+    """Counts micro-batches.
+
+    ``size``: how many make a step · managed: False if the caller's ``step()`` ends the window.
+    """
 
     def __init__(self, size: int, *, managed: bool = True) -> None:
         self.size = size
@@ -73,8 +76,10 @@ class Window:
         return self.done + self._open
 
     def set_boundary(self, boundary: bool) -> None:
-        """Say whether the current micro-batch ends the window, until the next step is applied. UsageError where only
-        the caller's ``step()`` does."""
+        """Set whether the current micro-batch ends the window, until the next step is applied.
+
+        UsageError if only the caller's ``step()`` ends it.
+        """
         if not self.managed:
             raise UsageError(
                 "set_gradient_accumulation_boundary: expected no call where managed_gradient_accumulation is false; "
@@ -84,7 +89,7 @@ class Window:
         self._override = boundary
 
     def begin_backward(self) -> None:
-        """A backward starts. One that was not followed by ``step()`` counts now.
+        """Begin a backward. A previous one without a ``step()`` after it counts now.
 
         In the window's last micro-batch it is another backward of the same micro-batch.
         """
@@ -93,9 +98,10 @@ class Window:
         self._open, self._ends = True, self.is_boundary and self.synchronises
 
     def claim(self, forward: Forward) -> None:
-        """The running backward is that of ``forward``. ``UsageError`` if another micro-batch of this window was, too.
+        """Note that the running backward is that of ``forward``.
 
-        Each of several losses of one forward would be counted as a micro-batch, and the window end too early.
+        ``UsageError`` if an earlier micro-batch of this window was a backward of the same forward: each of several
+        losses of one forward would be counted as a micro-batch, and the window would end too early.
         """
         if forward.micro_batch is None:
             forward.micro_batch = self.total
@@ -109,17 +115,17 @@ class Window:
             )
 
     def backward_failed(self) -> None:
-        """The backward that was begun raised; its micro-batch does not count."""
+        """Note that the backward raised; its micro-batch does not count."""
         self._open = False
 
     def count(self) -> None:
-        """The micro-batch is over, the window is not."""
+        """End the micro-batch, but not the window."""
         self.done += self._open
         self.total += self._open
         self._open = False
 
     def close(self) -> int:
-        """The step was applied: a new window begins. Returns the micro-batches of the old one."""
+        """Begin a new window after an applied step; return the micro-batches of the old one."""
         self.count()
         count, self.done, self._override = self.done, 0, None
         return count
@@ -129,7 +135,7 @@ class Window:
         self.size = size
 
     def restart(self, total: int | None = None) -> None:
-        """Forget the window's micro-batches (``zero_grad``). total: micro-batches so far, if that is known better."""
+        """Drop the window's micro-batches (``zero_grad``). total: micro-batches so far, if the caller knows better."""
         self.close()
         self.total = self.total if total is None else total
 

@@ -1,19 +1,19 @@
-"""What of the weights the user's code has written since the ranks agreed last, and whether all have written the same.
+"""Weights that the user's code has written since the ranks agreed last, and whether all ranks have written the same.
 
-Must not know: where weights rest, who finds what was written.
+Must not know: where weights are kept, who finds the writes.
 
-[Note: The same writes] Each rank keeps what it wrote, its own slice of it where weights are sharded. So ranks must
-write the same, or their weights drift apart, and at stage 3 one parameter is put together from different ones. Of what
-is written a digest is kept, by name. It is a part of what ranks compare in the step's message anyway: nothing more is
-sent where nothing was written, and where all have written the same.
+[Note: The same writes] Each rank keeps its own writes: of sharded weights only its own slice. So ranks must write the
+same, or their weights drift, and at stage 3 one parameter is assembled from different ones. A digest of each write is
+kept, by name. It is part of the data that ranks compare in the step's message anyway: nothing more is sent if nothing
+was written, or if all have written the same.
 
 Some ranks may not have written a parameter, such as an expert that they did not run. Then ranks compare the weights
 that they keep: a clamp that changes nothing is no difference. The digest of a tensor is the sum of those of its slices.
 
-Writes that nothing announces (``parameter.data.mul_(…)``) are found by a comparison of what a rank keeps, so by the
-rank that keeps it. The others hear of it the same way, and from then on every rank takes the parameter for written.
-The comparison reads all weights, and on a GPU the host waits. So it is done in windows 1, 2, 4, 8 and so on, and in
-every 1,024th.
+Writes that nothing announces (``parameter.data.mul_(…)``) are found by comparing the weights that a rank keeps, so only
+that rank finds them. It reports them to the others in the same way, and from then on every rank treats the parameter as
+written. The comparison reads all weights, and on a GPU the host waits. So it runs in accumulation windows 1, 2, 4, 8
+and so on, and in every 1,024th.
 """
 
 from __future__ import annotations
@@ -32,16 +32,19 @@ _OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = 0x5851F42D4C957F2D
 """Spreads the number of a place over 64 bits."""
 _AT_ONCE = 1 << 20
-"""Elements of which a digest has 64-bit copies at the same time."""
+"""The most elements that a digest has 64-bit copies of at the same time."""
 _AT_LEAST_EVERY = 1024
-"""Windows after which everything is compared again."""
+"""Accumulation windows after which everything is compared again."""
 Kept = list[tuple[int, int, int]]
-"""Of one parameter: of each part that a rank keeps its first element, its end and its digest."""
+"""Of one parameter, for each part that a rank keeps: its first element, its end and its digest."""
 
 
 class Writes:
-    """Of one rank. watched: names of parameters that are written in ways that nothing announces, the same on all ranks
-    · found: those of them that this rank alone knows of so far · windows: that have begun."""
+    """The writes of one rank.
+
+    watched: names of parameters that are written in ways that nothing announces, the same on all ranks · found: more
+    such names, which only this rank knows so far · windows: the number of accumulation windows that have begun.
+    """
 
     def __init__(self) -> None:
         self.watched: set[str] = set()
@@ -53,37 +56,37 @@ class Writes:
         self._kept: Callable[[str], Kept] = lambda name: []
 
     def ask(self, kept: Callable[[str], Kept]) -> None:
-        """From now on ``kept`` gives what this rank keeps of a parameter, by its name."""
+        """From now on ``kept`` returns the parts that this rank keeps of a parameter, by its name."""
         self._kept = kept
 
     @property
     def compares(self) -> bool:
-        """Whether everything is compared in this window."""
+        """Whether everything is compared in this accumulation window."""
         rare = self.windows & (self.windows - 1) == 0 or self.windows % _AT_LEAST_EVERY == 0
         return rare and self._looks
 
     def compare_nothing(self) -> None:
-        """Compare in no window. For a dry run, which has no values and studies a window like most."""
+        """Compare in no window. For a dry run, which has no values and studies a typical window."""
         self._looks = False
 
     def note(self, name: str, values: Tensor) -> None:
-        """The parameter was written: it is ``values`` now."""
+        """Note a write of the parameter, which now has ``values``."""
         self._digests[name] = self._last[name] = digest(values)
 
     def note_found(self, names: Iterable[str]) -> None:
-        """These were written in ways that nothing announces."""
+        """Note parameters that were written in ways that nothing announces."""
         new = set(names) - self.watched - self.found
         self.found |= new
         if new and self.windows > 2:
             _log.warning(_FOUND_LATE, self.windows, ", ".join(sorted(new)[:4]), len(new))
 
     def knows(self, name: str, values: Tensor) -> bool:
-        """Whether it was noted last with these ``values``; the host waits for the device."""
+        """Return whether the last noted write had these ``values``; the host waits for the device."""
         return name in self._last and torch.equal(self._last[name], digest(values))
 
     @property
     def text(self) -> str:
-        """What must be the same on every rank."""
+        """The text that must be the same on every rank."""
         return repr((self._told(), sorted(self.found))) if self._digests or self.found else ""
 
     def _told(self) -> dict[str, list[int]]:
@@ -92,23 +95,25 @@ class Writes:
         return dict(zip(names, rows, strict=True))
 
     def forget(self, names: Iterable[str]) -> None:
-        """Rank 0's values of these parameters are everybody's now, whoever wrote them."""
+        """Drop writes of these parameters: all ranks have rank 0's values now."""
         for name in names:
             self._digests.pop(name, None)
 
     def end_window(self) -> None:
-        """The next window begins."""
+        """Begin the next accumulation window."""
         self.windows += 1
 
     def agreed(self) -> None:
-        """All ranks have written the same."""
+        """Note that all ranks have written the same."""
         self._digests.clear()
         self.watched |= self.found
         self.found.clear()
 
     def settle(self, rank: int, exchange: Callable[[Any, str], list[Any]]) -> None:
-        """Some ranks say something else: all hear what was found, and ``MismatchError`` names what is not the same;
-        collective."""
+        """Exchange the writes after texts differed; ``MismatchError`` names a parameter that ranks wrote differently.
+
+        Collective. Afterwards every rank knows the found parameters of all.
+        """
         rows = exchange([self._told(), sorted(self.found)], "which weights were written")
         for _, found in rows:
             self.found |= set(found)
@@ -128,7 +133,10 @@ class Writes:
 
 
 def _joined(parts: Sequence[Kept]) -> int | None:
-    """The digest of the whole of which ranks keep ``parts``; None where two keep other values of one part."""
+    """Return the digest of the whole tensor that ranks keep ``parts`` of.
+
+    None if two ranks keep different values of one part.
+    """
     found: dict[tuple[int, int], int] = {}
     for part in parts:
         for first, end, number in part:
@@ -138,9 +146,12 @@ def _joined(parts: Sequence[Kept]) -> int | None:
 
 
 def digest(values: Tensor, first: int = 0) -> Tensor:
-    """A number of the bits of ``values``, int64 [1], where they are: their sum, each times an odd number of its place
-    in memory, modulo 2^64. So the same values in another order have another digest, and so has every change of a single
-    one. first: the place of the first one, in a part of a tensor."""
+    """Return a number from the bits of ``values``, int64 [1], on their device.
+
+    It is their sum, each times an odd number that depends on its place in memory, modulo 2^64. So the same values in
+    another order have another digest, and every change of a single value changes it. first: the place of the first
+    value, in a part of a tensor.
+    """
     order = sorted(range(values.dim()), key=values.stride, reverse=True)
     flat = values.detach().permute(order).reshape(-1).contiguous()
     size = flat.element_size()

@@ -726,10 +726,9 @@ class Engine(Inspection):
         frozen: bool = True,
         latest: bool = True,
     ) -> Path:
-        """Write weights, optimizer, scheduler, counters and random states to ``directory/tag`` and return that path;
-        collective.
+        """Write a checkpoint to ``directory/tag`` and return that path; collective.
 
-        The checkpoint contains completed steps only. Micro-batches of the next step that have run already are left out,
+        It has weights, optimizer, scheduler, counters and random states. It contains completed steps only. Micro-batches of the next step that have run already are left out,
         with a warning.
 
         tag: default ``step-`` and the number of completed steps in 8 digits. An existing checkpoint of that name is
@@ -785,7 +784,7 @@ class Engine(Inspection):
         without: "scheduler", "optimizer" (its states and options, learning rates included, and the random states), or
         both: these keep their current state.
 
-        ``CheckpointError`` if the checkpoint is damaged. Neither error changes an engine that has trained. An engine
+        ``CheckpointError`` if the checkpoint is damaged. Neither of these errors changes an engine that has trained. An engine
         that has not trained may be partly loaded by a damaged checkpoint, and then rejects training until a complete
         one is loaded. Also call this if ``reset()`` raises that it cannot bring the ranks to one step.
         """
@@ -835,8 +834,9 @@ class Engine(Inspection):
         return self.train(False)
 
     def close(self, *, restore: bool = True) -> None:
-        """Detach the engine: the module is an ordinary one again, with whole weights, and its process groups end;
-        collective.
+        """Detach the engine and end its process groups; collective.
+
+        The module is an ordinary one again, with whole weights.
 
         restore: False gathers nothing. Sharded weights stay sharded, in their tiers (device, CPU, NVMe), without the
         optimizer's states. The module then rejects use until ``initialize`` is called with it on the same ranks, with

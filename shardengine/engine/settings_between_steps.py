@@ -20,7 +20,8 @@ from shardengine.errors import UsageError
 def set_batch(core: Core, config: Config, call: str, *, total: Any = None, micro: Any = None) -> Config:
     """Return the config of the following steps, with another batch size; collective.
 
-    Exactly one is given: total: samples of a step over all ranks · micro: samples of one micro-batch on one rank.
+    total: samples of a step over all ranks · micro: samples of one micro-batch on one rank. Exactly one of them is
+    given.
     """
 
     def check() -> Config:

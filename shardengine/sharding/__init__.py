@@ -1,18 +1,18 @@
-"""Parameters as flat buffers: which module is a unit, where every element lies, in which dtype.
+"""Parameters as flat buffers: the units of a model, the place of every element, and its dtype.
 
-partition     the parameters of a model, in units and outside of them, and what ranks compare of them
-wrapping      which modules are units
+partition     the parameters of a model, inside and outside of units, and the facts that ranks compare
+wrapping      the choice of modules that are units
 inner         parameters that consist of several tensors (quantised ones)
-shared_memory parameters in the memory of something else, which are refused
+shared_memory parameters in the memory of other tensors, which raise an error
 layout        offsets, padding and slices, as integers
-readiness     when buckets are full, given the order in which gradients come
+readiness     the time when buckets are full, for a given order of gradients
 bucket        flat storage, and views into it
-poison        what a parameter is while its weights are elsewhere
-flat_slices   elements of parameters by name and position, in whatever layout
-left_shards   what a closed engine leaves on its module
-precision     which dtype everything has; the config's policy of the loss scale
+poison        the tensors that parameters show while their weights are elsewhere
+flat_slices   elements of parameters by name and position, in any layout
+left_shards   the state that a closed engine leaves on its module
+precision     the dtypes, and the config's policy of the loss scale
 
-Must not know: ranks at work, hooks, the step.
+Must not know: other ranks at run time, hooks, the step.
 """
 
 from __future__ import annotations

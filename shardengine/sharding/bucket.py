@@ -159,8 +159,9 @@ class Bucket:
         return self.own[self.state_placement]
 
     def weights(self, *, writable: bool = False) -> Tensor:
-        """The weights that this rank keeps: all of the bucket if replicated, else the shard. writable: writes will be
-        kept.
+        """The weights that this rank keeps: the whole bucket if replicated, else the shard.
+
+        writable: writes to them will be kept.
         """
         return self.full if self.weight_store is None else self.shard(writable=writable)
 
@@ -202,10 +203,10 @@ class Bucket:
             self.stepped_weights().copy_(self.state_store.tensors()[MASTER])
 
     def adopt_weights(self, spans: Sequence[Span] | None = None) -> None:
-        """After weights were written, update the master weights. A master keeps its bits if it still rounds to its
-        weight.
+        """After weights were written, update their master weights.
 
-        spans: the written elements, in coordinates of the flat buffer; None: all.
+        A master keeps its bits if it still rounds to its weight. spans: the written elements, in coordinates of the
+        flat buffer; None: all.
         """
         if not self.has_master or not (spans := self.unlike_masters(spans)):
             return
@@ -213,8 +214,9 @@ class Bucket:
             master.copy_(torch.where(differs, weight.to(master.dtype), master))
 
     def unlike_masters(self, spans: Sequence[Span] | None = None) -> list[Span]:
-        """The parts of ``spans`` (None: of everything) that this rank steps and whose weights are not their rounded
-        masters.
+        """The parts of ``spans`` that this rank steps and whose weights are not their rounded masters.
+
+        spans: None for everything.
         """
         own = self._meet(spans, self.state_interval) if self.has_master else []
         return [span for span in own if any(bool(differs.any()) for *_, differs in self._beside_masters([span]))]
@@ -289,8 +291,8 @@ class Bucket:
     def begin_weights(self, *, blank: bool = False) -> Tensor:
         """The weights of the elements that this rank steps, for reads and writes until ``end_weights``.
 
-        If host and device share the work (``steps_elsewhere``), copies behind the current stream read and write them.
-        blank: the contents may be undefined, because all of them will be written.
+        With ``steps_elsewhere`` they are read and written by copies behind the current stream. blank: the contents may
+        be undefined, because all of them will be written.
         """
         self.kept_inside = None
         store, apart = self.weight_store, self.steps_elsewhere
@@ -459,8 +461,9 @@ class FlatBuffer:
             self.flat.untyped_storage().resize_(self.layout.length * self.layout.itemsize)
 
     def release(self, *, abandon: bool = False) -> None:
-        """Free the storage, unless it holds shards. abandon: somebody holds a view, so leave this storage and take a
-        new one.
+        """Free the storage, unless it holds shards.
+
+        abandon: somebody holds a view, so leave this storage to it and take a new one.
         """
         if all(bucket.weight_store is not None for bucket in self.buckets):
             self._free(abandon=abandon)
@@ -477,8 +480,9 @@ class FlatBuffer:
         self.flat.untyped_storage().resize_(0)
 
     def let_go(self) -> None:
-        """Drop the weights. A view keeps their memory allocated; nobody may use them through the flat buffer any
-        more.
+        """Drop the weights; nobody may use them through the flat buffer any more.
+
+        A view that somebody holds keeps their memory allocated.
         """
         self.platform.come_home(self._home)
         self.flat = self.flat.new_empty(0)
@@ -511,7 +515,10 @@ class FlatBuffer:
             self.let_go()
 
     def reload(self) -> None:
-        """Move the weights back to the device. Shards that do not fit there stay in host memory."""
+        """Move the weights back to the device.
+
+        If there is no room it raises, and weights that are not moved yet stay in host memory.
+        """
         for bucket in self.buckets:
             if bucket.weight_store is not None:
                 bucket.weight_store.reload()

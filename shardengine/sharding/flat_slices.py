@@ -46,7 +46,7 @@ class FlatSlice(NamedTuple):
         return FlatSlice(self.name, self.key, first, values, self.per)
 
     def share(self, first: int, end: int) -> FlatSlice:
-        """The elements that belong to elements [first, end) of the parameter. No block is cut."""
+        """The elements that belong to elements [first, end) of the parameter; these bounds must not cut a block."""
         return self.cut(first // self.per, -(-end // self.per))
 
 

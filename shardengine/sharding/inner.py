@@ -1,17 +1,18 @@
-"""Parameters that consist of several tensors: quantised weights as tensor subclasses, and what others keep beside them.
+"""Parameters that consist of several tensors: quantised weights as tensor subclasses, and tensors kept beside
+parameters.
 
-Owns: which tensors these are and their names; that each of them is a parameter of its own while an engine holds the
-model; the outer object, made anew of other tensors. Must not know: flat buffers, units, ranks.
+Owns: the list of these tensors and their names; that each of them is a parameter of its own while an engine holds the
+model; rebuilding the outer object from other tensors. Must not know: flat buffers, units, ranks.
 
 [Note: Inner parameters] A frozen parameter of a class with ``__tensor_flatten__`` (torchao's, a user's own) has no
 memory: it is an object around inner tensors. So each inner tensor is replaced by an ``nn.Parameter`` with its values,
-which is laid out, moved, hidden and saved as any frozen parameter is, as ``<parameter>.<inner>``. The outer object
-stays the same one, holds these, and never notices which memory they show. It is hidden while one of them is.
+named ``<parameter>.<inner>``. It is laid out, moved, hidden and saved as any frozen parameter. The outer object stays
+the same and holds these parameters, whichever memory they show. It is hidden while one of them is.
 
 [Note: Beside] A parameter with memory of its own may keep tensors beside it (bitsandbytes: ``quant_state.absmax`` of 4
-bits, ``SCB`` of 8), in its attributes or in those of objects there and on its module. They are treated in the same way,
-but stay whole on each rank: backward reads them. One with the memory of the parameter itself (``CB``, which the module
-moves about) shows whatever the parameter shows.
+bits, ``SCB`` of 8), in its attributes, or in attributes of objects there and on its module. They are replaced in the
+same way, but stay whole on each rank, because backward reads them. A tensor in the memory of the parameter itself
+(``CB``, which the module moves) shows the same values as the parameter.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ _INNER = "_shardengine_inner"
 _ALIASES = "_shardengine_aliases"
 _LINKS = frozenset({_INNER, _ALIASES})
 _DEEPEST = 3
-"""Objects in objects beside a parameter."""
+"""The depth of nested objects beside a parameter that is searched."""
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.Size)
 
 Place = tuple[Any, str, str]
-"""An object, the attribute of it that holds a tensor, and the name of that below the parameter or module."""
+"""An object, its attribute that holds a tensor, and the tensor's name below the parameter or module."""
 
 
 class _Outers:
-    """The objects that an inner parameter is a part of, for as long as they live. Nobody else's after a copy."""
+    """Weak references to the objects that an inner parameter is a part of. A copy has none."""
 
     def __init__(self, outers: Iterable[Tensor] = (), *, beside: bool = False) -> None:
         self._outers = [weakref.ref(outer) for outer in outers]
@@ -54,12 +55,15 @@ class _Outers:
         return _Outers()
 
     def alive(self) -> list[Tensor]:
-        """Them."""
+        """The objects that still live."""
         return [outer for each in self._outers if (outer := each()) is not None]
 
 
 def weights_in(parameter: Tensor) -> int:
-    """How many weights it has: packed ones counted as what they were, scales and the like beside another not at all."""
+    """The number of weights in ``parameter``.
+
+    Packed weights count as before packing. Tensors beside a parameter, such as scales, count as 0.
+    """
     if is_beside(parameter):
         return 0
     shape = getattr(getattr(parameter, "quant_state", None), "shape", None)
@@ -67,7 +71,7 @@ def weights_in(parameter: Tensor) -> int:
 
 
 def is_inner(parameter: Tensor) -> bool:
-    """Whether it was an inner tensor, or one beside a parameter: it keeps its dtype whatever the config casts to."""
+    """Whether it was an inner tensor, or one beside a parameter. It keeps its dtype under any config."""
     return _INNER in vars(parameter)
 
 
@@ -77,23 +81,23 @@ def is_beside(parameter: Tensor) -> bool:
 
 
 def is_packed(parameter: Tensor) -> bool:
-    """Whether its elements are bytes that only what is kept beside it can read, whatever their dtype says."""
+    """Whether its elements are bytes that can be read only with the tensors beside it, whatever its dtype."""
     return _ALIASES in vars(parameter)
 
 
 def is_linked(parameter: Tensor) -> bool:
-    """Whether other tensors are hidden with ``parameter``, or show what it shows. Asked at every gather."""
+    """Whether other tensors are hidden with ``parameter`` or show the same values. Called at every gather."""
     return not _LINKS.isdisjoint(vars(parameter))
 
 
 def outers_of(parameter: Tensor) -> list[Tensor]:
-    """The objects that are hidden while ``parameter`` is."""
+    """The objects that are hidden while ``parameter`` is hidden."""
     found = vars(parameter).get(_INNER)
     return [] if found is None else found.alive()
 
 
 def aliases_of(parameter: Tensor) -> list[Tensor]:
-    """The tensors that show what ``parameter`` shows."""
+    """The tensors that always show the same values as ``parameter``."""
     return list(vars(parameter).get(_ALIASES, ()))
 
 
@@ -108,14 +112,17 @@ def leaves_of(outer: Tensor) -> list[Tensor]:
 
 
 def parts_of(parameter: nn.Parameter) -> list[tuple[str, nn.Parameter]]:
-    """What holds the values of ``parameter``, with what is added to its name: itself, or its inner parameters."""
+    """The parameters that hold the values of ``parameter``, each with the suffix of its name.
+
+    These are its inner parameters, or ("", parameter) itself.
+    """
     if not is_outer(parameter):
         return [("", parameter)]
     return [(f".{path}", getattr(holder, key)) for holder, key, path in _leaves(parameter)]
 
 
 def beside(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The parameters that were made of tensors beside others, with their names."""
+    """The parameters that ``split`` made of tensors beside others, with their names."""
     found: dict[str, nn.Parameter] = {}
     seen: set[int] = set()
     for prefix, module in model.named_modules():
@@ -128,11 +135,11 @@ def beside(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def split(model: nn.Module, device: torch.device) -> None:
-    """Replace inner tensors, and those beside parameters, by parameters. device: where the model will be.
+    """Replace inner tensors, and tensors beside parameters, by parameters. device: the future device of the model.
 
-    ``UsageError`` names what cannot be. Where that was done before, nothing changes.
+    ``UsageError`` names a parameter that cannot be split. A model that is split already does not change.
     """
-    made: dict[int, tuple[Tensor, nn.Parameter]] = {}  # with what keeps the id
+    made: dict[int, tuple[Tensor, nn.Parameter]] = {}  # with the tensor, which keeps the id in use
     for name, parameter in model.named_parameters():
         check(name, parameter)
         if is_outer(parameter):
@@ -160,7 +167,7 @@ def split(model: nn.Module, device: torch.device) -> None:
 
 
 def join(model: nn.Module) -> None:
-    """Undo ``split``: inner tensors are ordinary ones again, with the memory that they have now."""
+    """Undo ``split``: inner tensors are ordinary tensors again, with their current memory."""
     places: list[Place] = [place for module in model.modules() for place in _beside(module)]
     places += [place for parameter in model.parameters() if is_outer(parameter) for place in _leaves(parameter)]
     for holder, key, _ in places:
@@ -172,7 +179,7 @@ def join(model: nn.Module) -> None:
 
 
 def made_of(outer: Tensor, values: Mapping[int, Tensor]) -> Tensor:
-    """An object like ``outer`` around other tensors. values: id(inner parameter) → what takes its place."""
+    """An object like ``outer`` around other tensors. values: id(inner parameter) → its replacement."""
     keys, context = outer.__tensor_flatten__()  # type: ignore[attr-defined]
     inner = {key: getattr(outer, key) for key in keys}
     made = {key: made_of(each, values) if is_outer(each) else values[id(each)] for key, each in inner.items()}
@@ -187,7 +194,7 @@ def own_class(tensor: Tensor) -> type:
 
 
 def class_of(tensor: Tensor) -> type:
-    """The class of ``tensor``, of a fake one (``kernels.without_values``) that of what it stands for."""
+    """The class of ``tensor``; for a fake tensor (``kernels.without_values``) the class that it stands for."""
     return _stood_for(type(tensor), tensor)
 
 
@@ -198,7 +205,7 @@ def _stood_for(kind: type, tensor: Tensor) -> type:
 
 
 def facts(model: nn.Module) -> list[str]:
-    """What ranks compare of quantised parameters beside shapes and dtypes: their classes, and how they are read."""
+    """The facts about quantised parameters that ranks compare, beside shapes and dtypes: class and way of reading."""
     found: list[str] = []
     for name, parameter in model.named_parameters():
         kind = own_class(parameter)
@@ -212,7 +219,7 @@ def facts(model: nn.Module) -> list[str]:
 
 
 def _described(value: Any, depth: int = 0) -> str:
-    """What is plain in ``value``, in a form that is the same on every rank."""
+    """The plain values in ``value``, in a form that is the same on every rank."""
     if isinstance(value, _PLAIN):
         return str(value)
     if isinstance(value, list | tuple):
@@ -229,7 +236,7 @@ def _described(value: Any, depth: int = 0) -> str:
 
 
 def check(name: str, parameter: nn.Parameter) -> None:
-    """``UsageError`` where the engine cannot hold a parameter of this class."""
+    """Raise ``UsageError`` if the engine cannot hold a parameter of this class."""
     kind = own_class(parameter).__name__
     if kind == "DTensor":
         raise UsageError(
@@ -263,7 +270,7 @@ def check(name: str, parameter: nn.Parameter) -> None:
 
 
 def _split(name: str, outer: nn.Parameter, device: torch.device) -> None:
-    """Replace the inner tensors of one parameter. Where it was on another device it is said to be on ``device``."""
+    """Replace the inner tensors of one parameter. If it was on another device, it reports ``device`` from now on."""
     leaves = _leaves(outer)
     if all(is_inner(getattr(holder, key)) for holder, key, _ in leaves) and outer.device == device:
         return
@@ -303,7 +310,7 @@ def _split(name: str, outer: nn.Parameter, device: torch.device) -> None:
 
 
 def _parameter(tensor: Tensor, device: torch.device) -> nn.Parameter:
-    """The values of ``tensor``, frozen; without a copy where it has memory of its own."""
+    """The values of ``tensor`` as a frozen parameter, without a copy if the tensor has memory of its own."""
     if isinstance(tensor, nn.Parameter):
         return tensor
     if tensor.is_meta and device.type != "meta":  # another rank has the values
@@ -314,7 +321,7 @@ def _parameter(tensor: Tensor, device: torch.device) -> nn.Parameter:
 
 
 def _leaves(outer: Tensor, prefix: str = "") -> list[Place]:
-    """Where the inner tensors of ``outer`` are, also those of inner tensors that are such objects themselves."""
+    """The places of the inner tensors of ``outer``, including those of nested outer objects."""
     found: list[Place] = []
     for key in outer.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
         inner = getattr(outer, key)
@@ -323,7 +330,7 @@ def _leaves(outer: Tensor, prefix: str = "") -> list[Place]:
 
 
 def _quantised(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters of ``module`` itself that may keep something beside them: frozen ones of a class of their own."""
+    """The parameters of ``module`` itself that may have tensors beside them: frozen ones of a class of their own."""
     return [
         p
         for p in module._parameters.values()
@@ -332,7 +339,7 @@ def _quantised(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _beside(module: nn.Module) -> list[Place]:
-    """Where tensors are kept beside parameters of ``module``; names begin below the module's.
+    """The places of tensors beside parameters of ``module``, with names below the module.
 
     A tensor has the same name on the parameter and on an object of the module, which may take it from there.
     """
@@ -356,5 +363,5 @@ def _within(thing: Any, prefix: str, depth: int) -> Iterator[Place]:
 
 
 def _may_hold(value: Any) -> bool:
-    """Whether ``value`` is an object with attributes, of no kind that torch or Python knows better."""
+    """Whether ``value`` is an object with attributes, but no module, tensor, class or function."""
     return hasattr(value, "__dict__") and not isinstance(value, nn.Module | Tensor | type) and not callable(value)

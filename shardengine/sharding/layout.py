@@ -1,14 +1,14 @@
-"""Which parameter lies where. Owns every offset, every padding and every rank slice; integers only.
+"""The places of parameters in memory. Owns every offset, every padding and every rank slice; integers only.
 
-Must not know: devices, tensors, process groups. Everything else asks here instead of computing an offset.
+Must not know: devices, tensors, process groups. No other file computes an offset.
 
-    flat buffer   one storage per unit and bucket key (dtype, trainable, family: what its optimizer keeps of an element)
+    flat buffer   one storage per unit and bucket key (dtype, trainable, family: the optimizer's states per element)
     bucket        a range of a flat buffer that is communicated together; its length is a multiple of ranks * alignment
     slot          the place of one parameter in its flat buffer
     slice         rank r's part of a bucket: [start + r * length / ranks, start + (r + 1) * length / ranks)
 
-On a hybrid mesh of M shard groups with L ranks each the slices of the ranks that have the same place p in their groups
-lie together: those of group 0, 1, … one after the other make slice p of L, which is the group's slice, the same in all
+On a hybrid mesh of M shard groups with L ranks each, the slices of ranks with the same place p in their groups lie
+together. The slices of groups 0, 1, … one after the other make slice p of L. This is a group's slice, the same for all
 groups. So rank r = g · L + p has slice number p · M + g.
 
 Example: two parameters of 20 and 7 fp32 elements, 2 ranks, buckets of 32 elements (alignment 16):
@@ -19,20 +19,20 @@ Example: two parameters of 20 and 7 fp32 elements, 2 ranks, buckets of 32 elemen
     buckets  bucket 0: [0, 32)                bucket 1: [32, 64)
     slices   rank 0: [0, 16)  rank 1: [16,32) rank 0: [32,48) rank 1: [48, 64)
 
-[Note: Alignment] Every parameter, slice and bucket starts at a multiple of 16 elements, and of as many bytes as the
-device's libraries look at in an address (``Platform.alignment``: 64 on a CPU). Fused CPU optimizer kernels and small
-matrix products give other bits in their scalar tails and at other offsets, and cuBLAS may choose another algorithm, so
-alignment is what makes results independent of the layout. Where states are kept in blocks of 256 elements with a scale
-each, what is trainable starts at multiples of 256, so that no cut goes through a block. Padding is zero, belongs to the
+[Note: Alignment] Every parameter, slice and bucket starts at a multiple of 16 elements, and at a multiple of the bytes
+that the device's libraries align to (``Platform.alignment``: 64 on a CPU). Alignment makes results independent of the
+layout: fused CPU optimizer kernels and small matrix products give other bits in their scalar tails and at other
+offsets, and cuBLAS may choose another algorithm. If states are kept in blocks of 256 elements with a scale each,
+trainable parameters start at multiples of 256, so that no cut goes through a block. Padding is zero, belongs to the
 layout, and is counted in every formula.
 
-[Note: Tiny buckets] A bucket size that is far below a parameter would make hundreds of collectives of it. So where a
-parameter of a flat buffer has more than ``MOST_PIECES`` times as many elements, the buckets there may be as large as it
-is, up to ``FIRST_BUCKET_ELEMENTS``.
+[Note: Tiny buckets] A bucket size far below the size of a parameter would split it into hundreds of collectives. So if
+a parameter of a flat buffer has more than ``MOST_PIECES`` times as many elements as a bucket, the buckets of that flat
+buffer may be as large as the parameter, up to ``FIRST_BUCKET_ELEMENTS``.
 
-[Note: Rows] A parameter whose gradient is sparse has a flat buffer of its own, so that its buckets hold nothing else.
-Its slices are cut between rows as well, so that each row has one owner; where that might pad more than a quarter of
-what the parameter has, it lies among the others.
+[Note: Rows] A parameter with sparse gradients has a flat buffer of its own, so that its buckets hold nothing else. Its
+slices are cut between rows, so that each row has one owner. If the padding for that might exceed a quarter of the
+parameter, it lies among the other parameters.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from shardengine.errors import InternalError
 from shardengine.stages import Axis, Placement
 
 ALIGN_BYTES = 64
-"""A CPU's."""
+"""The alignment of a CPU."""
 ALIGN_ELEMENTS = 16
 FIRST_BUCKET_ELEMENTS = 262_144
 MOST_PIECES = 8
@@ -55,13 +55,17 @@ MOST_PIECES = 8
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """What the layout needs to know of one parameter. ``names``: all names of a tied parameter, first registered first.
+    """The facts about one parameter that the layout needs.
 
-    group: index of its optimizer group, or -1 where no optimizer steps it. unit: index of its unit, 0 is the root.
-    order: its dimensions from the outermost in memory to the innermost, () where that is their own order. Offsets in a
-    flat buffer count elements in memory order, so that channels_last weights keep their strides. number: of its first
-    element among all elements of all of the model's parameters, which no layout changes. came: its place in the order
-    of gradients. sparse: few rows of its gradient are not zero.
+    - names: all names of a tied parameter, in the order of registration.
+    - group: the index of its optimizer group, -1 if no optimizer steps it.
+    - unit: the index of its unit; 0 is the root.
+    - order: its dimensions from the outermost in memory to the innermost; () for its own order. Offsets in a flat
+      buffer count elements in memory order, so channels_last weights keep their strides.
+    - number: the number of its first element among the elements of all parameters of the model, the same in every
+      layout.
+    - came: its place in the order of gradients.
+    - sparse: few rows of its gradient are not zero.
     """
 
     names: tuple[str, ...]
@@ -78,7 +82,7 @@ class ParameterSpec:
 
     @property
     def row(self) -> int:
-        """Elements of a row, which lie together in memory; 0 where rows are of no use ([Note: Rows])."""
+        """Elements of a row, which are contiguous in memory; 0 if rows are not used ([Note: Rows])."""
         rows = self.sparse and self.trainable and len(self.shape) > 1 and not self.order
         return self.numel // self.shape[0] if rows else 0
 
@@ -113,7 +117,7 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class Slot:
-    """Elements [start, start + numel) of a flat buffer belong to ``parameter``; up to ``padded_end`` is its padding."""
+    """Elements [start, start + numel) of a flat buffer belong to ``parameter``; its padding ends at ``padded_end``."""
 
     parameter: int
     start: int
@@ -128,10 +132,10 @@ class Slot:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Elements [start, end) of a flat buffer. ``index`` numbers the trainable buckets in launch order, -1: frozen.
+    """Elements [start, end) of a flat buffer. ``index`` numbers the trainable buckets in launch order; -1: frozen.
 
-    names: of the parameters that overlap it · replicas: shard groups of the ranks · row: elements of a row, where it
-    consists of rows of one parameter, few of which have a gradient; else 0.
+    names: of the parameters that overlap it · replicas: shard groups of the ranks · row: elements of a row, if the
+    bucket consists of rows of one parameter and few of them have a gradient; else 0.
     """
 
     index: int
@@ -145,7 +149,7 @@ class BucketLayout:
 
     @cached_property
     def label(self) -> str:
-        """For errors."""
+        """A name for error messages."""
         return (
             f"bucket {self.index}"
             if self.index >= 0
@@ -164,11 +168,11 @@ class BucketLayout:
 
     @property
     def whole_interval(self) -> tuple[int, int]:
-        """All of it, in coordinates of the flat buffer."""
+        """The whole bucket, in coordinates of the flat buffer."""
         return self.start, self.end
 
     def interval(self, placement: Placement, rank: int) -> tuple[int, int]:
-        """What ``rank`` holds of a tensor that is placed so, in coordinates of the flat buffer."""
+        """The elements that ``rank`` holds of a tensor with ``placement``, in coordinates of the flat buffer."""
         return self.slice_at(placement, self.slice_number(placement, rank))
 
     def slice_at(self, placement: Placement, number: int) -> tuple[int, int]:
@@ -178,7 +182,7 @@ class BucketLayout:
         return first, first + length
 
     def slice_number(self, placement: Placement, rank: int) -> int:
-        """Which of its slices ``rank`` holds, counted in the order of the elements."""
+        """The number of the slice that ``rank`` holds, counted in the order of the elements."""
         group, place = divmod(rank, self.ranks // self.replicas)
         return {Axis.ALL: place * self.replicas + group, Axis.INSIDE: place, None: 0}[placement.sharded_over]
 
@@ -190,8 +194,10 @@ class BucketLayout:
 
 @dataclass(frozen=True)
 class FlatBufferLayout:
-    """One flat storage: the slots of a unit's parameters that share a bucket key, cut into buckets. family: a number
-    for what an optimizer keeps of each element."""
+    """One flat storage: the slots of a unit's parameters that share a bucket key, cut into buckets.
+
+    family: a number for the kind of optimizer state of each element.
+    """
 
     index: int
     unit: int
@@ -209,11 +215,11 @@ class FlatBufferLayout:
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Where each slot starts, ascending."""
+        """The starts of all slots, ascending."""
         return tuple(slot.start for slot in self.slots)
 
     def slots_within(self, start: int, end: int) -> tuple[Slot, ...]:
-        """The slots whose elements or padding lie in [start, end): found by bisection, so others cost nothing."""
+        """The slots whose elements or padding overlap [start, end), found by bisection."""
         first = max(bisect_right(self.starts, start) - 1, 0)
         return self.slots[first : bisect_left(self.starts, end)]
 
@@ -278,7 +284,7 @@ class Layout:
         return found
 
     def pieces(self, bucket: BucketLayout) -> tuple[Piece, ...]:
-        """The parts of parameters in ``bucket``, without padding, in order: found once, every step asks for them."""
+        """The parts of parameters in ``bucket``, without padding, in order. They are cached for every step."""
         key = bucket.flat_buffer, bucket.start
         if key not in self._pieces:
             slots = self.flat_buffers[bucket.flat_buffer].slots_within(bucket.start, bucket.end)
@@ -298,10 +304,11 @@ class Layout:
     def segments(
         self, bucket: BucketLayout, interval: tuple[int, int], label: Callable[[int], Hashable | None]
     ) -> list[tuple[Hashable, int, int]]:
-        """``interval`` (flat buffer coordinates) cut where ``label(parameter)`` changes; None is left out.
+        """Cut ``interval`` (coordinates of the flat buffer) at changes of ``label(parameter)``; label None is left out.
 
         Neighbours with equal labels are merged across their padding, so a whole bucket of one optimizer group is one
-        segment. Starts and ends are multiples of the alignment ([Note: Alignment]), padding rides with its parameter.
+        segment. Starts and ends are multiples of the alignment ([Note: Alignment]); padding belongs to its parameter's
+        segment.
         """
         found: list[tuple[Hashable, int, int]] = []
         for slot in self.flat_buffers[bucket.flat_buffer].slots_within(*interval):
@@ -316,14 +323,16 @@ class Layout:
         return found
 
     def elements(self, *, trainable: bool) -> int:
-        """Elements with padding of the trainable, or of the frozen, flat buffers."""
+        """Elements of the trainable, or of the frozen, flat buffers, padding included."""
         return sum(flat_buffer.length for flat_buffer in self.flat_buffers if flat_buffer.trainable is trainable)
 
 
 @dataclass(frozen=True)
 class Cuts:
-    """Where buckets of what is trainable may be cut. elements: at multiples of so many, where states or messages are
-    made in blocks · whole: never inside of a parameter."""
+    """The places at which buckets of trainable parameters may be cut.
+
+    elements: multiples of this number, if states or messages are made in blocks · whole: never inside a parameter.
+    """
 
     elements: int = ALIGN_ELEMENTS
     whole: bool = False
@@ -357,13 +366,12 @@ def build(
 ) -> Layout:
     """Lay out ``specs`` (in registration order) for ``ranks`` ranks with buckets of at most ``bucket_elements``.
 
-    families: of each optimizer group; where nothing is said all are one.
+    families: of each optimizer group; if empty, all groups are one family · replicas: shard groups of the ranks.
 
-    The cap is a true cap, but never below one aligned slice per rank (or one parameter, see ``Cuts``), nor far below a
-    parameter ([Note: Tiny buckets]). Flat buffers come in the order in which backward is expected to fill them: last
-    unit first, the root last; inside, parameters as their gradients ``came``, and in reverse registration order where
-    that was not seen.
-    replicas: shard groups of the ranks.
+    Only two rules exceed the cap: a bucket has at least one aligned slice per rank (or one parameter, see ``Cuts``),
+    and is not far smaller than a parameter ([Note: Tiny buckets]). Flat buffers come in the order that backward is
+    expected to fill them: last unit first, the root last. Inside, parameters come in the order of their gradients
+    (``came``), or in reverse registration order if that is not known.
     """
     flat_buffers: list[FlatBufferLayout] = []
     next_bucket = 0
@@ -413,12 +421,15 @@ def _cut_into_rows(spec: ParameterSpec, ranks: int, align: int) -> bool:
 
 
 def _is_alone(item: tuple[tuple[str, int, bool, int, int], list[int]]) -> bool:
-    """Embeddings are where backward ends."""
+    """Sorts such flat buffers last: they hold embeddings, which backward reaches last."""
     return item[0][-1] >= 0
 
 
 def _place(specs: list[ParameterSpec], order: list[int], align: int, bucket_elements: int) -> list[Slot]:
-    """Slots in ``order``; among parameters that fill about one bucket, those of one optimizer group lie together."""
+    """Make slots in ``order``.
+
+    Among parameters that fill about one bucket, those of one optimizer group lie together.
+    """
     slots: list[Slot] = []
     chunk: list[int] = []
     filled, cursor = 0, 0
@@ -439,20 +450,24 @@ def _place(specs: list[ParameterSpec], order: list[int], align: int, bucket_elem
 
 
 def _not_tiny(cap: int, quantum: int, largest: int) -> int:
-    """``cap``, or more where a parameter has ``largest`` elements ([Note: Tiny buckets])."""
+    """``cap``, or more if a parameter has ``largest`` elements ([Note: Tiny buckets])."""
     return max(cap, min(largest, FIRST_BUCKET_ELEMENTS)) if largest > MOST_PIECES * max(cap, quantum) else cap
 
 
 def _caps(quantum: int, cap: int) -> tuple[int, int]:
-    """Elements of the first bucket, short to start early, and of the others, at most: multiples of ``quantum``."""
+    """The largest numbers of elements of the first bucket and of the others, as multiples of ``quantum``.
+
+    The first bucket is short, so that its collective starts early.
+    """
     cap = max(cap // quantum, 1) * quantum
     return min(cap, max(FIRST_BUCKET_ELEMENTS // quantum, 1) * quantum), cap
 
 
 def _cut(length: int, quantum: int, first: int, cap: int) -> Iterator[tuple[int, int]]:
-    """Cut [0, length) at multiples of ``quantum``, no longer than ``first`` and ``cap``.
+    """Cut [0, length) at multiples of ``quantum``.
 
-    The last bucket is rounded up to ``quantum``.
+    The first bucket has at most ``first`` elements, the others at most ``cap``. The last one is rounded up to
+    ``quantum``.
     """
     start, size = 0, first
     while start < length:
@@ -462,8 +477,10 @@ def _cut(length: int, quantum: int, first: int, cap: int) -> Iterator[tuple[int,
 
 
 def _place_whole(slots: Sequence[Slot], quantum: int, first: int, cap: int) -> tuple[list[Slot], list[tuple[int, int]]]:
-    """``slots`` moved so that no bucket ends inside of one, and the buckets: no longer than ``first`` and ``cap``, but
-    for one slot alone."""
+    """Move ``slots`` so that no bucket ends inside one. Returns them and the buckets.
+
+    Buckets have at most ``first`` and ``cap`` elements, except one that holds a single slot.
+    """
     placed: list[Slot] = []
     edges: list[tuple[int, int]] = []
     start, size = 0, first

@@ -1,11 +1,12 @@
-"""What an engine that was closed without gathering leaves on its module, for the next one to take over.
+"""The state that an engine closed without gathering leaves on its module, for the next engine to take over.
 
-Owns: which values are left, where they are kept, and what became of them. Must not know: who gathers them.
+Owns: the values that are left, the stores that hold them, and whether they are taken over. Must not know: who gathers
+them.
 
-[Note: What is left] Of each bucket the one tensor that was stepped, in its tier: the master weights where there are
-some, else the weights. So the next engine begins with what the weights of a checkpoint would give it. Where weights
-rest whole on every rank the module keeps them, and only masters are left, whose bits they do not have; those count for
-as long as they are what the weights were rounded from.
+[Note: What is left] Of each bucket the one tensor that was stepped is left, in its tier: the master weights if there
+are any, else the weights. So the next engine begins as it would from the weights of a checkpoint. If weights are kept
+whole on every rank, the module keeps them. Then only masters are left, because the weights do not have their bits. A
+master is used only if the weights are still its rounded values.
 """
 
 from __future__ import annotations
@@ -48,14 +49,16 @@ class LeftBucket:
 
     @property
     def values(self) -> Tensor:
-        """What this rank has of it."""
+        """This rank's part of the tensor."""
         (tensor,) = self.store.tensors().values()
         return tensor
 
 
 class LeftShards:
-    """What is left of an engine on one rank. hides: whether the module has no values of its own (sharded weights) ·
-    tiers: closed when all is taken over."""
+    """The state that an engine left on one rank.
+
+    hides: the module has no values of its own (sharded weights) · tiers: closed when everything is taken over.
+    """
 
     def __init__(
         self, layout: Layout, parameters: Sequence[nn.Parameter], rank: int, tiers: _Closable, *, hides: bool
@@ -74,7 +77,7 @@ class LeftShards:
 
     @staticmethod
     def on(model: nn.Module) -> LeftShards | None:
-        """What is left on ``model``, or on a module of it."""
+        """Return the state that is left on ``model`` or on one of its modules, or None."""
         found = [left for module in model.modules() if (left := vars(module).get(_ATTRIBUTE)) is not None]
         if len(found) > 1:
             raise UsageError(
@@ -85,7 +88,7 @@ class LeftShards:
         return found[0] if found else None
 
     def keep(self, bucket: Bucket) -> None:
-        """Take from ``bucket`` what is left of it."""
+        """Take the tensor of ``bucket`` that is left."""
         kept = bucket.leave(weights=self._hides)
         if kept is not None:
             untaken = sum(piece.end - piece.start for piece in self.layout.pieces(bucket.layout))
@@ -94,13 +97,13 @@ class LeftShards:
                 self._buckets.setdefault(name, []).append(left)
 
     def attach(self, model: nn.Module, barriers: Sequence[_Removable]) -> None:
-        """Leave this on ``model``, whose parameters show what they show now until it is taken over."""
+        """Store this on ``model``. Its parameters must not change until it is taken over."""
         self._shown = [(parameter.data_ptr(), parameter.dtype) for parameter in self._parameters]
         self._barriers = list(barriers)
         vars(model)[_ATTRIBUTE] = self
 
     def end(self, model: nn.Module) -> None:
-        """All of it was taken over: nothing of it is on ``model`` any more."""
+        """Remove this from ``model``, after everything was taken over."""
         for barrier in self._barriers:
             barrier.remove()
         for module in model.modules():
@@ -108,7 +111,7 @@ class LeftShards:
         self._tiers.close()
 
     def refusal(self) -> str:
-        """Why the module cannot be used."""
+        """The reason why the module cannot be used."""
         return (
             f"this model's engine was closed with restore=False, its weights are spread over {self.ranks} ranks (this "
             f"is rank {self.rank}): expected shardengine.initialize(model, ...) on the same ranks, which goes on with "
@@ -116,7 +119,7 @@ class LeftShards:
         )
 
     def check(self, model: nn.Module, rank: int, ranks: int, platform: Platform) -> None:
-        """``UsageError`` where an engine of ``model`` cannot take them over."""
+        """Raise ``UsageError`` if an engine of ``model`` cannot take this over."""
         anew = "build the model anew, and load a checkpoint with engine.load_checkpoint(dir)"
         same = (rank, ranks) == (self.rank, self.ranks)
         if not self._hides and (self._begun or not same):
@@ -153,7 +156,7 @@ class LeftShards:
 
     @property
     def names(self) -> list[str]:
-        """Of the parameters, to be compared between ranks."""
+        """The names of the parameters, to compare between ranks."""
         return [spec.name for spec in self.layout.parameters if spec.name in self._buckets]
 
     def hides(self, parameter: nn.Parameter) -> bool:
@@ -161,21 +164,21 @@ class LeftShards:
         return self._hides and id(parameter) in self._number
 
     def order_of(self, parameter: nn.Parameter) -> tuple[int, ...]:
-        """The dimensions of ``parameter`` as they were in memory (``ParameterSpec.order``)."""
+        """The order of dimensions that ``parameter`` had in memory (``ParameterSpec.order``)."""
         return self.layout.parameters[self._number[id(parameter)]].order
 
     def dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
-        """In which the weights of ``parameter`` were."""
+        """The dtype that the weights of ``parameter`` had."""
         return getattr(torch, self.layout.parameters[self._number[id(parameter)]].dtype)
 
     def slice_of(self, parameter: nn.Parameter, first: int, values: Tensor) -> FlatSlice | None:
-        """``values``, flat, as the elements of ``parameter`` from ``first`` on; None where nothing of it is left."""
+        """``values``, flat, as the elements of ``parameter`` from ``first`` on; None if nothing of it is left."""
         number = self._number.get(id(parameter))
         name = "" if number is None else self.layout.parameters[number].name
         return FlatSlice(name, LEFT, first, values) if name in self._buckets else None
 
     def holding(self, slices: Sequence[FlatSlice]) -> Iterator[LeftBucket]:
-        """The buckets that hold elements of ``slices``. Each is let go of when all of its elements were asked for."""
+        """Yield the buckets that hold elements of ``slices``. A bucket is freed when all of it was asked for."""
         self._begun = True
         asked: dict[int, tuple[LeftBucket, int]] = {}
         for wanted in slices:
@@ -193,4 +196,4 @@ class LeftShards:
 
 
 LEFT = "left"
-"""The key of flat slices of what is left."""
+"""The key of flat slices of left shards."""

@@ -1,16 +1,17 @@
-"""From a module to units: which modules are units, which parameter belongs to which, and what ranks compare of them.
+"""From a module to units: the modules that are units, the unit of each parameter, and the facts that ranks compare.
 
-Must not know: hooks, the optimizer's arithmetic, the order in which units run.
+Must not know: hooks, the optimizer's arithmetic, the order of units at run time.
 
-[Note: Unit modules] With weights that rest replicated there is one unit, the root. With sharded weights, units are the
-modules of the classes that the config names; else those of Hugging Face's ``_no_split_modules``, and what the walk of
-``sharding/wrapping.py`` finds beside them. The outermost match wins. ``torch.compile(block)`` is a module around the
-block and counts as one of the block's class, so that it is the unit and hooks run outside of the graph. A parameter
-that is used in two units, or inside and outside of one, belongs to the root, which is gathered whenever anything runs.
-Parameters without elements, and frozen ones where weights rest replicated, stay outside of the flat buffers.
+[Note: Unit modules] If weights are kept replicated there is one unit, the root. If weights are sharded, units are the
+modules of the classes that the config names. Without names they are the modules of Hugging Face's
+``_no_split_modules``, and those that the walk of ``sharding/wrapping.py`` finds beside them. The outermost match wins.
+``torch.compile(block)`` is a module around the block and counts as one of the block's class. So it is the unit, and
+hooks run outside the graph. A parameter that is used in two units, or inside and outside of one, belongs to the root,
+which is gathered whenever anything runs. Parameters without elements stay outside the flat buffers, and so do frozen
+ones if weights are kept replicated.
 
-What is recomputed in backward (``runtime/activation_checkpointing.py``), and what waits for stepped weights, are the
-repeated blocks alone: those classes, else the children of ModuleLists with two or more children of one class.
+Only the repeated blocks are recomputed in backward (``runtime/activation_checkpointing.py``) and wait for stepped
+weights. They are the modules of those classes, else the children of ModuleLists with two or more children of one class.
 """
 
 from __future__ import annotations
@@ -42,18 +43,18 @@ _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParalle
 
 @dataclass(frozen=True)
 class Partition:
-    """What a model consists of, before anything is moved.
+    """The parameters and units of a model, before anything is moved.
 
-    names: every parameter name → parameter (tied ones several times), inner ones in the place of those around them
-    around: the names of the latter → them (``inner``, [Note: Inner parameters])
-    inside: parameters that live in flat buffers, in registration order, ``specs`` beside them; outside: the others
-    units: unit modules with their names, without the root
-    ignored: names → parameters that are the user's alone (``ignored_by``), which are in nothing else here
-    left: what an engine that was closed without gathering has left on the model
-    source: what gives the values of parameters and buffers that have none on any rank
-    sparse: names of those whose gradients are sparse, or are treated so (``with_sparse``)
-    shared: names of frozen parameters that came in the memory of something else → of that (``shared_memory``)
-    modules, places: every module, and (name, a module's dict, key in it, parameter or child): to see what was replaced
+    - names: every parameter name → parameter (tied ones several times), with inner parameters instead of outer ones
+    - around: the names of these outer parameters → them (``inner``, [Note: Inner parameters])
+    - inside: parameters in flat buffers, in registration order; ``specs`` has their specs; outside: the others
+    - units: unit modules with their names, without the root
+    - ignored: names → parameters that the user alone handles (``ignored_by``); no other field has them
+    - left: the state that an engine closed without gathering has left on the model
+    - source: provides values of parameters and buffers that have none on any rank
+    - sparse: names of parameters whose gradients are sparse, or are treated so (``with_sparse``)
+    - shared: names of frozen parameters that came in the memory of another tensor → its name (``shared_memory``)
+    - modules, places: every module, and (name, a module's dict, key in it, parameter or child): to find replaced ones
     """
 
     names: dict[str, nn.Parameter]
@@ -71,17 +72,17 @@ class Partition:
     shared: Mapping[str, str] = field(default_factory=dict)
 
     def named_outside(self) -> list[tuple[str, nn.Parameter]]:
-        """The parameters outside of the flat buffers with their first names."""
+        """The parameters outside the flat buffers, with their first names."""
         first = self.first_names()
         return [(first[id(parameter)], parameter) for parameter in self.outside]
 
     def first_names(self) -> dict[int, str]:
-        """id(parameter) → the name under which it was registered first."""
+        """id(parameter) → its first registered name."""
         rows = [*self.names.items(), *self.around.items()]
         return {id(parameter): name for name, parameter in reversed(rows)}
 
     def expanded(self, names: Iterable[str]) -> list[str]:
-        """``names`` with those of inner parameters in the place of what is around them."""
+        """``names``, with the names of inner parameters instead of those of their outer parameter."""
         return [
             part
             for name in names
@@ -101,9 +102,10 @@ def analyse(
     device: torch.device = HOST,
     ignored: Sequence[str] = (),
 ) -> Partition:
-    """Look at ``model``. setting: the config's ``units``; group_of: id(parameter) → optimizer group.
+    """Determine the partition of ``model``, or raise ``UsageError``.
 
-    which: the dtypes that parameters will have · device: where they will be · ignored: as in ``ignored_by``.
+    setting: the config's ``units`` · group_of: id(parameter) → optimizer group · which: the future dtypes of parameters
+    · device: their future device · ignored: as in ``ignored_by``.
     """
     left_alone = ignored_by(model, ignored)
     _check_ignored(left_alone, device)
@@ -139,9 +141,9 @@ def analyse(
 
 
 def ignored_by(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Parameter]:
-    """The parameters under one of whose names some of ``patterns`` (as of files) matches, under all of their names.
+    """Return the parameters with a name that matches one of ``patterns`` (file patterns), under all of their names.
 
-    ``UsageError`` for a pattern that matches none.
+    Raises ``UsageError`` for a pattern that matches none.
     """
     named = dict(model.named_parameters(remove_duplicate=False)) if patterns else {}
     chosen = set()
@@ -158,13 +160,13 @@ def ignored_by(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Parame
 
 
 def left_behind(model: nn.Module, found: Partition) -> dict[str, str]:
-    """``shared_memory.left_behind`` of the parameters that get another place."""
+    """``shared_memory.left_behind`` for the parameters that move."""
     moved = {id(parameter) for parameter in found.inside if found.left is None or not found.left.hides(parameter)}
     return shared_memory.left_behind(model, {name: p for name, p in found.names.items() if id(p) in moved})
 
 
 def _names(model: nn.Module, ignored: Collection[int]) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
-    """``Partition.names`` and ``Partition.around``. ignored: ids of parameters that are in neither."""
+    """``Partition.names`` and ``Partition.around``. ignored: ids of parameters that neither of them has."""
     own = {n: p for n, p in model.named_parameters(remove_duplicate=False) if id(p) not in ignored}
     names = {name + path: part for name, parameter in own.items() for path, part in inner.parts_of(parameter)}
     names.update(inner.beside(model))
@@ -172,7 +174,7 @@ def _names(model: nn.Module, ignored: Collection[int]) -> tuple[dict[str, nn.Par
 
 
 def places_of(model: nn.Module) -> list[tuple[str, Mapping[str, Any], str, Any]]:
-    """``Partition.places``, as they are now."""
+    """The current ``Partition.places``."""
     return [
         (f"{prefix}.{key}" if prefix else key, holder, key, value)
         for prefix, module in model.named_modules()
@@ -183,9 +185,9 @@ def places_of(model: nn.Module) -> list[tuple[str, Mapping[str, Any], str, Any]]
 
 
 def renew(model: nn.Module, old: Partition, group_of: dict[int, int], *, scaled: bool) -> Partition:
-    """``old`` with the parameters that were unfrozen since, and the optimizer groups as they are now.
+    """Return ``old`` with the parameters that were unfrozen since, and with the current optimizer groups.
 
-    What was trainable stays so when it is frozen (it is unused then). Units stay as they are. scaled: the loss is.
+    A trainable parameter stays trainable when it is frozen; it is unused then. Units stay. scaled: the loss is scaled.
     """
     known = {id(p): spec for p, spec in zip(old.inside, old.specs, strict=True)}
     names: dict[int, list[str]] = {}
@@ -202,7 +204,7 @@ def renew(model: nn.Module, old: Partition, group_of: dict[int, int], *, scaled:
             _check_trainable(names[id(p)][0], p.dtype, scaled=scaled)
             shared_memory.check_unfrozen(names[id(p)][0], old.shared)
         if spec is None and p.requires_grad and p.numel():
-            # outside: weights rest replicated, there is only the root
+            # it was outside: weights are kept replicated, the root is the only unit
             spec = _spec(p, names[id(p)], p.dtype, 0, numbers.get(id(p), 0))
             spec = replace(spec, sparse=spec.name in old.sparse)
         if spec is not None:
@@ -218,13 +220,16 @@ def dtype_of(parameter: nn.Parameter, which: Precision) -> torch.dtype:
         return parameter.dtype
     if _IN_FP32 in vars(parameter):
         return torch.float32
-    scaled = parameter.dtype.itemsize == 1 and not parameter.requires_grad  # float8, whose scales are elsewhere
+    scaled = parameter.dtype.itemsize == 1 and not parameter.requires_grad  # float8; its scales are elsewhere
     return parameter.dtype if scaled or inner.is_inner(parameter) or inner.is_packed(parameter) else which.cast
 
 
 def _mark_norms(model: nn.Module) -> None:
-    """Parameters of a norm whose running statistics are in fp32 stay there, too: torch's norms take inputs in bf16 and
-    fp16 then, and give outputs in the same dtype, but no weights beside statistics of another dtype."""
+    """Mark parameters of a norm with fp32 running statistics, which stay in fp32.
+
+    torch's norms then take inputs in bf16 and fp16 and return the same dtype. They do not take weights of another dtype
+    than the statistics.
+    """
     for parameter in model.parameters():
         vars(parameter).pop(_IN_FP32, None)
     for module in model.modules():
@@ -235,7 +240,7 @@ def _mark_norms(model: nn.Module) -> None:
 
 
 def _numbers(parameters: Sequence[nn.Parameter]) -> dict[int, int]:
-    """id(parameter) → the number of its first element among all elements of all of the model's parameters."""
+    """id(parameter) → the number of its first element among the elements of all parameters of the model."""
     starts = itertools.accumulate((parameter.numel() for parameter in parameters), initial=0)
     return {id(parameter): start for parameter, start in zip(parameters, starts, strict=False)}
 
@@ -255,13 +260,13 @@ def _spec(parameter: nn.Parameter, names: list[str], dtype: torch.dtype, unit: i
 
 
 def _assigned(spec: ParameterSpec, parameter: nn.Parameter, group_of: dict[int, int]) -> ParameterSpec:
-    """``spec`` with the optimizer group of ``parameter``, where it is (or was) trainable."""
+    """``spec`` with the optimizer group of ``parameter`` if that is or was trainable."""
     trainable = spec.trainable or parameter.requires_grad
     return replace(spec, trainable=trainable, group=group_of.get(id(parameter), -1) if trainable else -1)
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...]:
-    """Dimensions from the outermost in memory to the innermost, for a dense tensor; () for the ordinary order."""
+    """The dimensions of a dense tensor from the outermost in memory to the innermost; () for the ordinary order."""
     strides = tensor.stride()
     order = tuple(sorted(range(tensor.dim()), key=lambda dimension: -strides[dimension]))
     return () if tensor.is_contiguous() or not tensor.permute(order).is_contiguous() else order
@@ -270,13 +275,18 @@ def memory_order(tensor: Tensor) -> tuple[int, ...]:
 def find_blocks(
     model: nn.Module, setting: str | tuple[str, ...], counted: Collection[int]
 ) -> tuple[list[tuple[str, nn.Module]], dict[int, int]]:
-    """The unit modules that own parameters, and id(parameter) → its unit, from 1, where that is exactly one. counted:
-    ids of the parameters that are meant."""
+    """Return the unit modules that own parameters, and id(parameter) → its unit, from 1, if it is used in exactly one.
+
+    counted: ids of the parameters to consider.
+    """
     return _assign(model, find_units(model, setting), counted)
 
 
 def find_units(model: nn.Module, setting: str | tuple[str, ...]) -> list[tuple[str, nn.Module]]:
-    """The repeated blocks, or the modules of classes that ``setting`` names; outermost match ([Note: Unit modules])."""
+    """Return the repeated blocks, or the modules of the classes that ``setting`` names ([Note: Unit modules]).
+
+    The outermost match wins.
+    """
     classes = set(setting) if not isinstance(setting, str) else _no_split_classes(model)
     present = {class_of(module).__name__ for module in model.modules()}
     if not isinstance(setting, str) and (missing := sorted(classes - present)):
@@ -290,7 +300,7 @@ def find_units(model: nn.Module, setting: str | tuple[str, ...]) -> list[tuple[s
 
 
 def sharded_units(model: nn.Module, setting: str | tuple[str, ...]) -> list[tuple[str, nn.Module]]:
-    """The modules that are gathered as one, with their names, in registration order ([Note: Unit modules])."""
+    """Return the modules that are gathered as one, with their names, in registration order ([Note: Unit modules])."""
     if not isinstance(setting, str):
         return find_units(model, setting)
     chosen = automatic_units(model, _no_split_classes(model))
@@ -298,7 +308,7 @@ def sharded_units(model: nn.Module, setting: str | tuple[str, ...]) -> list[tupl
 
 
 def _outermost(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> list[tuple[str, nn.Module]]:
-    """The modules below ``model`` that are ``wanted``, with their names, without those inside of another one."""
+    """The ``wanted`` modules below ``model`` with their names, except those inside another one."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if name and not any(name.startswith(f"{outer}.") for outer in found) and wanted(module):
@@ -331,7 +341,7 @@ def _assign(
     visited: set[tuple[int, int]] = set()
 
     def visit(module: nn.Module, unit: int) -> None:
-        """By every way that leads to ``module``: several units may share it."""
+        """Visit ``module`` on every path to it, because several units may share it."""
         unit = numbers.get(id(module), -1) if unit == -1 else unit
         if (id(module), unit) in visited:
             return
@@ -393,8 +403,10 @@ def _check_ignored(ignored: Mapping[str, nn.Parameter], device: torch.device) ->
 
 
 def check_values(model: nn.Module, ignored: Sequence[str] = ()) -> None:
-    """``UsageError`` for a parameter without values, where those of this rank are everybody's. ignored: as in
-    ``ignored_by``, which ``analyse`` looks at."""
+    """Raise ``UsageError`` for a parameter without values on the rank whose values all ranks take.
+
+    ignored: as in ``ignored_by``; ``analyse`` checks these.
+    """
     others = ignored_by(model, ignored)
     for name, parameter in model.named_parameters():
         if parameter.is_meta and name not in others:
@@ -429,8 +441,11 @@ def _check_trainable(name: str, dtype: torch.dtype, *, scaled: bool) -> None:
 
 
 def with_sparse(found: Partition, *, every: bool) -> Partition:
-    """``found``, with those weights whose gradients are sparse: of embeddings with sparse=True, or of ``every`` one.
-    What another module has, too, gets dense gradients from there."""
+    """Return ``found`` with the weights that have sparse gradients marked.
+
+    These are the weights of embeddings with sparse=True, or with ``every`` those of all embeddings. A weight that
+    another module shares gets dense gradients from that module, so it is not marked.
+    """
     rows, others = set[int](), set[int]()
     for module in found.modules:
         looks_up = has_sparse_gradient(module) or (every and isinstance(module, (nn.Embedding, nn.EmbeddingBag)))
@@ -442,12 +457,12 @@ def with_sparse(found: Partition, *, every: bool) -> Partition:
 
 
 def has_sparse_gradient(module: nn.Module) -> bool:
-    """Whether ``module`` says so of its weight."""
+    """Whether ``module`` has sparse=True and a weight."""
     return getattr(module, "sparse", False) is True and module._parameters.get("weight") is not None
 
 
 def check_dense(model: nn.Module, found: Partition, stage: str) -> None:
-    """``UsageError`` for a weight whose gradient is sparse, at the stage of that name."""
+    """Raise ``UsageError`` for a weight with sparse gradients. stage: the name of the stage, for the message."""
     trained = {id(parameter) for parameter in found.inside if parameter.requires_grad}
     for name, module in model.named_modules():
         if has_sparse_gradient(module) and id(module._parameters["weight"]) in trained:
@@ -460,7 +475,7 @@ def check_dense(model: nn.Module, found: Partition, stage: str) -> None:
 
 
 def check_split(found: Partition) -> None:
-    """``UsageError`` for a trained weight that is not bf16, where masters are kept as what bf16 lacks."""
+    """Raise ``UsageError`` for a trained weight that is not bf16, if masters are kept as the bits that bf16 lacks."""
     for spec in found.specs:
         if spec.trainable and spec.dtype != "bfloat16":
             raise UsageError(
@@ -472,7 +487,10 @@ def check_split(found: Partition) -> None:
 
 
 def check_max_norm(model: nn.Module, ranks: int) -> None:
-    """``UsageError`` for an embedding that writes its weight in forward, on each of ``ranks`` other rows."""
+    """Raise ``UsageError`` for an embedding that writes its weight in forward.
+
+    Each of ``ranks`` would write other rows.
+    """
     for name, module in model.named_modules():
         if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or module.max_norm is None or ranks == 1:
             continue
@@ -486,8 +504,11 @@ def check_max_norm(model: nn.Module, ranks: int) -> None:
 
 
 def check_sync_batch_norm(model: nn.Module, device: torch.device, ranks: int, served: Callable[[Any], int]) -> None:
-    """``UsageError`` for a SyncBatchNorm that would not take the statistics of all ``ranks``, where there is a process
-    group. device: where the model will be · served: ranks of one, None: of the default one."""
+    """Raise ``UsageError`` for a SyncBatchNorm that would not use the statistics of all ``ranks``.
+
+    Call it if there is a default process group. device: the future device of the model · served: the number of ranks of
+    a process group, None: of the default one.
+    """
     for name, module in model.named_modules():
         if not isinstance(module, nn.SyncBatchNorm) or not module.training:
             continue  # in evaluation it is a BatchNorm, on any device
@@ -508,8 +529,10 @@ def check_sync_batch_norm(model: nn.Module, device: torch.device, ranks: int, se
 
 
 def _check_scripted(model: nn.Module, inside: Collection[int]) -> None:
-    """``UsageError`` for TorchScript that cannot stay as it is: it takes no hooks, and its parameters belong to it.
-    inside: ids of the parameters whose places the engine gives."""
+    """Raise ``UsageError`` for TorchScript that cannot stay: it takes no hooks, and it owns its parameters.
+
+    inside: ids of the parameters that the engine moves.
+    """
     for name, module in model.named_modules():
         if not isinstance(module, torch.jit.ScriptModule):
             continue
@@ -543,7 +566,7 @@ def _check_wrappers(model: nn.Module) -> None:
 def facts(
     model: nn.Module, found: Partition, config: Mapping[str, Any], groups: list[dict[str, Any]]
 ) -> dict[str, list[str]]:
-    """What ranks must agree on at start, for ``compare``: config, model, optimizer groups, torch."""
+    """The facts that ranks must agree on at start, for ``compare``: config, model, optimizer groups, torch."""
     outside = {id(p) for p in found.outside}
     orders = {id(p): memory_order(p) for p in found.outside}
     orders |= {id(p): spec.order for p, spec in zip(found.inside, found.specs, strict=True)}
@@ -570,7 +593,7 @@ def facts(
 
 
 def plan_facts(found: Partition, groups: list[dict[str, Any]]) -> dict[str, list[str]]:
-    """What ranks must agree on before ``found`` is laid out, for ``compare``."""
+    """The facts that ranks must agree on before ``found`` is laid out, for ``compare``."""
     return {
         "optimizer": [describe({key: value for key, value in group.items() if key != "params"}) for group in groups],
         "model (units and optimizer groups)": [

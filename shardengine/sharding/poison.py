@@ -1,21 +1,21 @@
-"""What a parameter is while its weights are elsewhere: its shape and dtype, one element of memory, and no values.
+"""Poison: a parameter while its weights are elsewhere has its shape and dtype, one element of memory, and no values.
 
-Owns: the tensors that parameters show then, and the classes that such a parameter, and what is made from it without
-reading (``.data``, ``.detach()``, a view), has meanwhile. Must not know: buckets, units, who hides a parameter.
+Owns: the tensors that parameters show then; the classes of hidden parameters, and of tensors made of them without
+reading (``.data``, ``.detach()``, a view). Must not know: buckets, units, who hides a parameter.
 
-[Note: Reads of what is elsewhere]
-The values of poison are NaN (integers: the smallest). That alone would be told late, or never: an average of weights
-that reads it is NaN in silence. So a hidden parameter is, for as long as it is hidden, an object of a subclass of its
-own class, whose ``__torch_function__`` lets attributes and views pass and raises where an operation would read or write
-values. Which operations do is not a list of names: a dispatch mode looks at what reaches ATen, where every operation
-declares what it aliases. Weights that are there cost nothing, because their parameters have their ordinary class.
+[Note: Reads of what is elsewhere] The values of poison are NaN (integers: the smallest). That alone would show an error
+late or never: an average of weights that reads it is NaN without a message. So a hidden parameter has a subclass of its
+own class. The subclass has a ``__torch_function__`` that allows attributes and views, and raises ``UsageError`` if an
+operation would read or write values. There is no list of such operations. A dispatch mode checks the operations that
+reach ATen, where every operation declares its aliases. Weights that are present cost nothing, because their parameters
+have their ordinary class.
 
-A state dict of such parameters has their names and shapes, and hidden tensors for values, whose memory is refused, too:
-a file would hold the poison of a single element.
+A state dict of such parameters has their names and shapes. Its values are hidden tensors, whose memory cannot be
+accessed either: a file would hold the poison of a single element.
 
-What does not go by ``torch``'s Python functions is not seen and finds NaN: C++ code of somebody else, a class of
-parameters that has a ``__torch_function__`` of its own. Most writes raise in ATen there, because all elements are one;
-fills are found later (``restore_poison``).
+Accesses that bypass ``torch``'s Python functions are not noticed and find NaN: C++ code of other libraries, and
+parameter classes with a ``__torch_function__`` of their own. Most writes raise in ATen there, because all elements are
+one. Fills are found later (``restore_poison``).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _MANY = 256
 
 
 class _Element:
-    """The one element of a dtype on a device that every parameter shows whose weights are elsewhere."""
+    """The one element, per dtype and device, that every parameter shows while its weights are elsewhere."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, count: int) -> None:
         """count: elements of its storage."""
@@ -52,10 +52,10 @@ class _Element:
         with torch.inference_mode(False):
             self.element = torch.full((count,), self._value, dtype=dtype, device=device)[0]
         setattr(self.element.untyped_storage(), _MARK, True)
-        self._asked: WeakKeyDictionary[Platform, Fetched] = WeakKeyDictionary()  # what one waits for concerns no other
+        self._asked: WeakKeyDictionary[Platform, Fetched] = WeakKeyDictionary()  # each waits for its own
 
     def restore(self, platform: Platform) -> bool:
-        """Whether it was written to before it was restored last, as far as the device is. Never blocks."""
+        """Restore the element. Returns whether it was written to, as far as the device knows. Never blocks."""
         if platform not in self._asked:
             with torch.no_grad():
                 is_nan = self._value != self._value
@@ -73,33 +73,40 @@ def _element_of(dtype: torch.dtype, device: torch.device) -> _Element:
 
 @functools.cache
 def _made(dtype: torch.dtype, device: torch.device, valued: bool) -> _Element:
-    """valued: others have no memory, and are no use outside of ``kernels.without_values``, where a few bytes are taken
-    for positions or flags, and have values."""
+    """Make the element of ``dtype`` on ``device``.
+
+    valued: False in ``kernels.without_values``, where tensors have no memory. There a few bytes are allocated for
+    positions or flags, which have values.
+    """
     return _Element(dtype, device, 1 if valued or dtype.is_floating_point else _MANY)
 
 
 def restore_poison(dtype: torch.dtype, platform: Platform) -> bool:
-    """Whether somebody wrote into the poison of ``dtype`` past ``hide``; mends it. A device that runs behind the host
-    says so at a later call."""
+    """Restore the poison of ``dtype``, and return whether somebody wrote into it past ``hide``.
+
+    A device that runs behind the host reports a write at a later call.
+    """
     return _element_of(dtype, platform.device).restore(platform)
 
 
 def poison(dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """A tensor of ``shape`` without values: NaN (integers: their smallest value), one element of memory, the same for
-    all poison of a dtype. Nothing can crash the process, which reading a view of freed storage does."""
+    """Return a tensor of ``shape`` without values: NaN (integers: their smallest value).
+
+    All poison of a dtype shares one element of memory. A view of freed storage could crash the process; this cannot.
+    """
     with torch.inference_mode(False):
         return _element_of(dtype, device).element.expand(shape)
 
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """Where weights are that a parameter does not show, and what to do who reads (or writes) them."""
+    """The place of weights that a parameter does not show, and the advice to code that reads or writes them."""
 
     where: str
     reading: str
     writing: str = ""
     saving: str = ""
-    """Added where the values were wanted to be saved."""
+    """Added if the values were to be saved."""
 
 
 _INSIDE = (
@@ -117,9 +124,9 @@ AWAY = Elsewhere("its weights are in host memory", "call engine.reload_states() 
 
 
 def hide(parameter: nn.Parameter, shown: Tensor, name: str, elsewhere: Elsewhere = SHARDED) -> None:
-    """Let ``parameter`` show the poison ``shown``, and refuse reads and writes of values until ``reveal``.
+    """Let ``parameter`` show the poison ``shown``, and raise on reads and writes of values until ``reveal``.
 
-    name: of the parameter and the rank, for the sentence.
+    name: of the parameter and the rank, for the error message.
     """
     with torch._C.DisableTorchFunctionSubclass():
         parameter.data = shown
@@ -138,7 +145,7 @@ def hide(parameter: nn.Parameter, shown: Tensor, name: str, elsewhere: Elsewhere
 
 
 def reveal(parameter: nn.Parameter, shown: Tensor) -> None:
-    """Let ``parameter`` show ``shown``, and be of its own class."""
+    """Let ``parameter`` show ``shown``, and give it its own class again."""
     linked = is_linked(parameter)
     if isinstance(parameter, _Hidden):
         parameter.__class__ = type(parameter).own_class
@@ -153,7 +160,10 @@ def reveal(parameter: nn.Parameter, shown: Tensor) -> None:
 
 
 def stand_in(parameter: Tensor, name: str, elsewhere: Elsewhere = SHARDED) -> Tensor:
-    """A hidden tensor of ``parameter``'s shape and dtype, which hides for good, whatever ``parameter`` shows later."""
+    """Return a hidden tensor of ``parameter``'s shape and dtype.
+
+    It stays hidden, even when ``parameter`` shows values again.
+    """
     made = poison(parameter.dtype, tuple(parameter.shape), parameter.device).detach()
     vars(made)[_HIDDEN] = name, elsewhere
     made.__class__ = _hidden_kind(Tensor)
@@ -164,13 +174,13 @@ class _Hidden:
     """A tensor whose values are elsewhere."""
 
     own_class: ClassVar[type]
-    """Of the tensor while it is not hidden."""
+    """The class of the tensor while it is not hidden."""
 
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Attributes and views pass. Raises: UsageError where values are asked for or given."""
+        """Allow attributes and views. Raise ``UsageError`` if values are read or written."""
         if function.__name__ == "__set__" and function == _SET_DATA:
             _check_given(*args)
         if function.__name__ in _WITHOUT_VALUES and (function not in _OF_MEMORY or issubclass(cls, nn.Parameter)):
@@ -190,11 +200,11 @@ class _Hidden:
 
 
 _call = nn.Parameter.__torch_function__
-"""(function, types, args, kwargs) → what torch gives where no class takes its functions into its own hands."""
+"""(function, types, args, kwargs) → the result of torch without any override."""
 
 
 def _hide_too(result: Any, given: Any) -> None:
-    """What was made of poison in ``given`` without its values is refused in the same words."""
+    """Hide tensors in ``result`` that were made of poison in ``given``, with the same error message."""
     for each in _tensors(result):
         unmarked = class_of(each) is Tensor or (is_outer(each) and _HIDDEN not in vars(each))
         if unmarked and _is_poison(each):
@@ -204,8 +214,11 @@ def _hide_too(result: Any, given: Any) -> None:
 
 
 def _check_given(target: Tensor, value: Tensor) -> None:
-    """``target.data = value``: UsageError where that would be lost, because ``reveal`` puts the weights in its place,
-    or is another parameter's poison, which is the same memory. Its own may be given back (``module.to(device)``)."""
+    """Check ``target.data = value``: raise ``UsageError`` if the value would be lost or is other poison.
+
+    It would be lost because ``reveal`` puts the weights in its place. The poison of another parameter is the same
+    memory. The target's own poison may be assigned (``module.to(device)``).
+    """
     if not isinstance(target, _Hidden):
         return
     given, own = vars(value).get(_HIDDEN), vars(target)[_HIDDEN]
@@ -215,7 +228,7 @@ def _check_given(target: Tensor, value: Tensor) -> None:
 
 @functools.cache
 def _hidden_kind(kind: Any) -> Any:
-    """The class of hidden tensors of class ``kind``; None where they keep their own."""
+    """The class of hidden tensors of class ``kind``; None if they keep their own class."""
     if issubclass(kind, _Hidden):
         return kind
     if kind.__torch_function__ not in (nn.Parameter.__torch_function__, Tensor.__torch_function__):
@@ -225,12 +238,15 @@ def _hidden_kind(kind: Any) -> Any:
 
 @functools.cache
 def _hidden_outer_kind(kind: Any) -> Any:
-    """The same of objects around inner tensors: these cannot refuse by themselves inside of ``__torch_dispatch__``."""
+    """The same for objects around inner tensors, which cannot raise by themselves inside ``__torch_dispatch__``."""
     return type(kind.__name__, (_Hidden, kind), {"own_class": kind, "__module__": kind.__module__})
 
 
 class _Refusal(TorchDispatchMode):
-    """Refuses operations that would read or write values of poison. found: it · called: the function of torch."""
+    """Raises on operations that would read or write values of poison.
+
+    found: the hidden tensor · called: the name of torch's function, for the message.
+    """
 
     def __init__(self, found: Tensor, called: str) -> None:
         super().__init__()
@@ -238,7 +254,7 @@ class _Refusal(TorchDispatchMode):
         self._called = called
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """``func``, if it takes no poison or does without values."""
+        """Run ``func`` if it takes no poison or needs no values."""
         if any(_is_poison(each) for each in _tensors((args, kwargs))) and not _goes_without_values(func):
             declared = func._schema.arguments
             given = [*args, *((kwargs or {}).get(argument.name) for argument in declared[len(args) :])]
@@ -301,15 +317,15 @@ _WITHOUT_VALUES = {
     *("register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "untyped_storage"),
     *("detach", "expand_as", "view", "view_as"),
 }
-"""Names of functions that are called often. Others are asked by ``_Refusal``."""
+"""Names of functions that are called often. ``_Refusal`` checks all others."""
 _PRINTED = {Tensor.__repr__, Tensor.__format__}
 _BY_PYTHON = {
     *(Tensor.__array__, Tensor.__deepcopy__, Tensor.__dlpack__, Tensor.__reduce_ex__, Tensor.numpy, Tensor.tolist),
 }
-"""They read values without an operation of ATen."""
+"""Functions that read values without an operation of ATen."""
 _OF_MEMORY = {Tensor.data_ptr, Tensor.storage, Tensor._typed_storage, Tensor.untyped_storage}
-"""What savers of files read values by. A parameter tells them: frameworks ask which of them are tied, and the memory of
-poison is there."""
+"""Functions that savers of files read values with. A parameter answers them: frameworks look for tied ones by memory,
+and poison has memory."""
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _SAVES = {"__deepcopy__", "__reduce_ex__", "clone", "contiguous", *(each.__name__ for each in _OF_MEMORY)}
 _FROM_SHAPE = {
@@ -322,8 +338,10 @@ _FROM_SHAPE = {
 
 
 def explain_let_go(error: BaseException) -> None:
-    """Add to torch's ``error`` about memory that is not there what to do, once: it may be that of weights that were let
-    go of, which somebody has kept without the parameter."""
+    """Add a note to torch's ``error`` about missing memory, once.
+
+    The memory may be that of freed weights, which somebody has kept without the parameter.
+    """
     if _NOT_THERE.search(str(error)) and not any("let go of" in note for note in getattr(error, "__notes__", ())):
         error.add_note(
             "shardengine: at stage 3 the memory of gathered weights is let go of when their unit has run. A tensor "

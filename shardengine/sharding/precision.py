@@ -1,4 +1,4 @@
-"""Which dtype everything has, how the loss is scaled and when a step is skipped: what the config says, for torch.
+"""The dtypes of an engine, the scale of the loss, and the rule for skipped steps: the config's settings, for torch.
 
 Must not know: buckets, the step itself.
 """
@@ -18,13 +18,16 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class ScalePolicy:
-    """How the scale changes (Micikevicius et al., 2018, section 3.2, with a tolerance).
+    """How the loss scale changes (Micikevicius et al., 2018, section 3.2, with a tolerance).
 
-    initial: the first scale · window: steps without overflow after which it is doubled · hysteresis: overflows until it
-    is halved; tolerated ones are forgotten when it is doubled, or with every step without one where ``consecutive`` ·
-    delay: so many further steps without overflow before it is doubled first, at the start and after each overflow ·
-    minimum: it is never halved below · dynamic: False keeps the initial one · limit: so many skipped steps in a row
-    are an error where the scale is not dynamic; 0: none are.
+    - initial: the first scale.
+    - window: steps without overflow after which it is doubled.
+    - hysteresis: overflows until it is halved. Tolerated overflows are forgotten when the scale is doubled, or with
+      ``consecutive`` at every step without overflow.
+    - delay: additional steps without overflow before it is first doubled, at the start and after each overflow.
+    - minimum: it is never halved below this.
+    - dynamic: False keeps the initial scale.
+    - limit: this many skipped steps in a row are an error if the scale is not dynamic; 0: never.
     """
 
     initial: float = 2.0**16
@@ -39,14 +42,17 @@ class ScalePolicy:
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtypes of one engine.
+    """The dtypes of one engine.
 
-    cast: of floating parameters, None: their own · inputs: to which the model's floating-point inputs are cast, None:
-    they are not · keeps_masters: fp32 master weights for what is not fp32 · seed: of stochastic rounding of weights
-    without master, None: to nearest · autocast: what the forward computes in, None: no autocast · scaling: how the loss
-    is scaled and when a step is skipped, None: neither · wire: of gradients that are sent, None: the parameter's ·
-    reduce: to which sums over ranks are rounded · accumulate: in which gradients wait for
-    micro-batches.
+    - cast: of floating-point parameters; None: their own.
+    - inputs: the dtype that the model's floating-point inputs are cast to; None: no cast.
+    - keeps_masters: weights other than fp32 have fp32 master weights.
+    - seed: of stochastic rounding of weights without master; None: rounding to nearest.
+    - autocast: the dtype of the forward's computations; None: no autocast.
+    - scaling: how the loss is scaled and when a step is skipped; None: neither.
+    - wire: of gradients while they are sent; None: the parameter's.
+    - reduce: sums over ranks are rounded to it.
+    - accumulate: of gradients between micro-batches.
     """
 
     cast: torch.dtype | None = None
@@ -61,16 +67,16 @@ class Precision:
 
     @property
     def scales_loss(self) -> bool:
-        """Whether the loss is multiplied with anything but 1, so that only ``engine.backward`` is right."""
+        """Whether the loss is multiplied with a factor other than 1. Then only ``engine.backward`` is right."""
         return self.scaling is not None and (self.scaling.dynamic or self.scaling.initial != 1)
 
     @property
     def trains_fp16(self) -> bool:
-        """Whether parameters may be fp16: their gradients need the loss scale."""
+        """Whether parameters may be fp16, because the loss is scaled."""
         return self.cast is torch.float16 or self.scales_loss
 
     def master_dtype(self, weights: torch.dtype, *, copied: bool = False) -> torch.dtype | None:
-        """The dtype of what an optimizer steps instead of weights in that dtype; None where it steps these themselves.
+        """The dtype of master weights for ``weights``; None if the optimizer steps the weights themselves.
 
         copied: they are stepped in another tier than they are kept in.
         """
@@ -79,23 +85,26 @@ class Precision:
         return weights if copied else None
 
     def forward(self, device: str) -> AbstractContextManager[Any]:
-        """What the module's forward runs in; a region of the user's around the engine stays as it is."""
+        """The context that the module's forward runs in.
+
+        Without autocast in the config, a region that the user has opened stays active.
+        """
         return nullcontext() if self.autocast is None else torch.autocast(device, self.autocast)
 
 
 def nonfinite(config: Config) -> str:
-    """What happens to a step whose gradients are not finite: "skip", "raise" or "step"."""
+    """The treatment of a step whose gradients are not finite: "skip", "raise" or "step"."""
     default = "raise" if config.zero_optimization.offload_optimizer.step_in_backward else "skip"
     return config.nonfinite_gradients or default
 
 
 def of(config: Config) -> Precision:
-    """What ``config`` says."""
+    """The precision that ``config`` sets."""
     fp16, bf16, autocast, types = config.fp16, config.bf16, config.torch_autocast, config.data_types
     limit = {"skip": config.max_nonfinite_steps, "raise": 1, "step": 0}[nonfinite(config)]
     fp16_sums = "fp16" in (config.communication_data_type, types.reduce_dtype, types.grad_accum_dtype)
     scaling = None
-    if nonfinite(config) != "step" or fp16_sums:  # what fp16 does not hold is skipped, never trained on
+    if nonfinite(config) != "step" or fp16_sums:  # an overflow of fp16 is skipped, never trained on
         scaling = ScalePolicy(initial=1.0, dynamic=False, limit=limit)
     if fp16.enabled or (autocast.enabled and autocast.dtype == "float16"):
         scaling = ScalePolicy(

@@ -1,4 +1,4 @@
-"""When buckets are full, given the order in which gradients come: what another layout would gain. Integers only.
+"""The time when buckets are full, for a given order of gradients, and so the gain of another layout. Integers only.
 
 Must not know: how a gradient is delivered, launched or sent.
 """
@@ -11,9 +11,10 @@ from shardengine.sharding.layout import FIRST_BUCKET_ELEMENTS, BucketLayout, Lay
 
 
 def elements_earlier(old: Layout, new: Layout, arrival: Sequence[int]) -> int:
-    """How much earlier an element is sent in ``new`` than in ``old``, on average: in elements that came meanwhile.
+    """How much earlier, on average, an element is sent in ``new`` than in ``old``.
 
-    arrival: the trainable parameters, in the order in which their gradients came.
+    The unit is the number of elements that arrive meanwhile. arrival: the trainable parameters in the order of their
+    gradients.
     """
     came: dict[int, int] = {}
     total = 0
@@ -25,14 +26,14 @@ def elements_earlier(old: Layout, new: Layout, arrival: Sequence[int]) -> int:
 
 
 def is_worth_moving(old: Layout, new: Layout, arrival: Sequence[int]) -> bool:
-    """Whether ``new`` sends half a bucket more behind computation: what stays within a bucket changes nothing."""
+    """Whether ``new`` sends at least half a bucket more behind computation. Changes within a bucket gain nothing."""
     longest = max((_elements(old, bucket) for bucket in old.buckets), default=0)
     least = max(longest, FIRST_BUCKET_ELEMENTS) // 2
     return elements_earlier(old, new, arrival) >= least
 
 
 def _waited(layout: Layout, came: dict[int, int], total: int) -> int:
-    """The sum over all elements of what had come when they were sent."""
+    """The sum over all elements of the number of elements that had arrived when they were sent."""
     waited = 0
     for bucket in layout.buckets:
         pieces = layout.pieces(bucket)
@@ -42,5 +43,5 @@ def _waited(layout: Layout, came: dict[int, int], total: int) -> int:
 
 
 def _elements(layout: Layout, bucket: BucketLayout) -> int:
-    """Without padding."""
+    """The elements of ``bucket`` without padding."""
     return sum(piece.end - piece.start for piece in layout.pieces(bucket))

@@ -1,17 +1,18 @@
-"""Parameters that share memory with something else of the model, or with themselves, and are no longer one thing then.
+"""Finds parameters that share memory with another tensor of the model, or with themselves, and rejects them.
 
-Owns: which tensors share memory, to the byte; which of that is refused, in which words. Must not know: units, ranks.
+An engine would separate them. Owns: the tensors that share memory, to the byte; the cases that raise, and their error
+messages. Must not know: units, ranks.
 
-[Note: One memory] torch steps a parameter in place, so whatever lies in the same memory follows it: a second parameter
-(``Parameter(w.detach())``, ``v.data = w.data``), a slice of it, a buffer. An engine gives each parameter a place of its
-own, where nothing follows. One *object* under several names is a tied weight and stays one. Two objects over one memory
-are refused where one of them is trained: as one parameter they would get one step from one sum of gradients, under
-torch they get two steps, one after the other, and nobody can tell which of both was meant. Frozen ones may share, since
-nothing moves them; each gets its own copy, so neither may be unfrozen later.
+[Note: One memory] torch steps a parameter in place, so everything in the same memory follows it: a second parameter
+(``Parameter(w.detach())``, ``v.data = w.data``), a slice of it, a buffer. An engine gives each parameter memory of its
+own, and nothing follows there. One *object* under several names is a tied weight and stays one. Two objects over one
+memory raise ``UsageError`` if one of them is trained. As one parameter they would get one step from one sum of
+gradients; under torch they get two steps, one after the other. The engine cannot know which is meant. Frozen ones may
+share memory, since nothing moves them. Each gets its own copy, so neither may be unfrozen later.
 
-A plain tensor attribute (``module.cache = module.w.detach()``) is no state of the module, and may be computed anew in
-each forward, as ``torch.nn.utils.spectral_norm`` does with ``weight`` beside ``weight_orig``. Nobody can see whether
-that happens, so all others are named in a warning.
+A plain tensor attribute (``module.cache = module.w.detach()``) is no state of the module. A forward may recompute it,
+as ``torch.nn.utils.spectral_norm`` does with ``weight`` beside ``weight_orig``. The engine cannot see whether others
+are recomputed, so a warning names them.
 
 Views side by side in one storage (``both[:6]``, ``both[6:]``; the flat weights of an LSTM) share no element.
 """
@@ -31,7 +32,7 @@ from shardengine.sharding.inner import is_outer
 
 
 class _MemoryPlace(NamedTuple):
-    """Where a tensor lies. space: the device, or a storage that has no addresses · start, end: bytes there."""
+    """The memory of a tensor. space: the device, or a storage that has no addresses · start, end: bytes in it."""
 
     space: str
     start: int
@@ -42,9 +43,10 @@ class _MemoryPlace(NamedTuple):
 def check(
     parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], alone: Mapping[str, nn.Parameter]
 ) -> dict[str, str]:
-    """``UsageError`` for what is refused ([Note: One memory]). alone: parameters that are the user's.
+    """Raise ``UsageError`` for parameters that share memory and cannot be held ([Note: One memory]).
 
-    Returns the names of frozen parameters that share memory, each with what it shares it with.
+    alone: parameters that the user alone handles. Returns the names of frozen parameters that share memory, each with
+    the name of the other tensor.
     """
     named: dict[str, Tensor] = {**buffers, **alone, **parameters}
     for name, parameter in parameters.items():
@@ -68,8 +70,10 @@ def check(
 
 
 def left_behind(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
-    """Plain tensor attributes of ``model`` in the memory of trained ``parameters``: name of the attribute → name of the
-    parameter."""
+    """Return the plain tensor attributes of ``model`` in the memory of trained ``parameters``.
+
+    The result maps the name of the attribute to the name of the parameter.
+    """
     own = {id(parameter) for parameter in parameters.values()}
     trained = {name: p for name, p in parameters.items() if p.requires_grad and _is_strided(p)}
     kept: list[tuple[str, Tensor]] = []
@@ -89,7 +93,7 @@ def left_behind(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dic
 
 _REGISTERED = {"_parameters", "_buffers", "_modules"}
 _MOST = 1000
-"""Elements of a list or dict that are looked at; longer ones hold data."""
+"""The longest list or dict that is searched; longer ones hold data."""
 
 
 def _tensors_in(value: object) -> Iterator[Tensor]:
@@ -102,7 +106,10 @@ def _tensors_in(value: object) -> Iterator[Tensor]:
 
 
 def check_unfrozen(name: str, shared: Mapping[str, str]) -> None:
-    """``UsageError`` where the parameter ``name``, which came frozen, is to be trained. shared: what ``check`` gave."""
+    """Raise ``UsageError`` if the parameter ``name``, which came frozen, is trained now but shared memory.
+
+    shared: the result of ``check``.
+    """
     if name in shared:
         raise UsageError(_sentence(name, shared[name]), code="model-parameters-share-memory")
 
@@ -127,7 +134,7 @@ def _check_itself(name: str, parameter: nn.Parameter) -> None:
 
 
 def _pairs(named: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
-    """Names of tensors that share memory, in the order of ``named``."""
+    """The pairs of names whose tensors share memory, in the order of ``named``."""
     names = [name for name, tensor in named.items() if _is_strided(tensor)]
     places = sorted(_place(named[name], number) for number, name in enumerate(names))
     open_places: list[_MemoryPlace] = []
@@ -142,14 +149,14 @@ def _pairs(named: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
 
 
 def _is_strided(tensor: Tensor) -> bool:
-    """Whether it has elements in memory of its own kind."""
+    """Whether it has elements in ordinary (strided) memory of its own."""
     if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)) or tensor.layout is not torch.strided:
         return False
     return tensor.numel() > 0 and not is_outer(tensor)
 
 
 def _extent(tensor: Tensor) -> int:
-    """Elements from its first to its last one in memory."""
+    """The elements from the first to the last one in memory, both included."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
@@ -180,7 +187,7 @@ def _overlaps_itself(tensor: Tensor) -> bool:
 def _share(*placed: tuple[Tensor, _MemoryPlace]) -> bool:
     """Whether two tensors whose intervals of bytes overlap have a byte in common."""
     if all(_extent(tensor) <= tensor.numel() for tensor, _ in placed):
-        return True  # neither leaves anything out
+        return True  # neither has gaps
     first, end = min(place.start for _, place in placed), max(place.end for _, place in placed)
     unit = math.gcd(*(tensor.itemsize for tensor, _ in placed), *(place.start - first for _, place in placed))
     seen = torch.zeros((end - first) // unit, dtype=torch.bool, device="cpu")

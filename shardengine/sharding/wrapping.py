@@ -1,22 +1,22 @@
-"""Which modules are gathered as one where the config does not say: the walk from a model down to units of a good size.
+"""Chooses the modules that are gathered as one if the config names none: a walk from the model down to a good size.
 
-Must not know: parameters' places, hooks, stages. It changes nothing on the model.
+Must not know: the places of parameters, hooks, stages. It does not change the model.
 
-[Note: Granularity] A unit costs a collective for each gather, and its weights are whole while it runs. The walk goes
-from the model down and stops at modules that are worth one:
+[Note: Granularity] A unit costs a collective for each gather, and its weights are whole while it runs. The walk starts
+at the model and stops at modules that are worth a unit:
 
-- modules of which the same container has several of one class and about one size (of the attributes of any other
-  module: those that differ in a number, as block1 and block2) are units, blocks, unless one of them is more than a
-  quarter of the model and can be split (two towers, a stage of a convolutional network);
-- other modules are units once they are at most an eighth of the model, and at most ``_LARGEST`` elements; larger ones
-  are split into their children, and what cannot be split is a unit as it is: embeddings and heads, mostly;
-- a small module or model in which nothing is repeated is left whole, because it may choose among its parts by its
-  data, and all ranks must gather the same;
-- what is tiny stays in the unit around it, or in the root.
+- Blocks are units: several modules of one class and about one size in the same container. In other modules, blocks
+  are attributes whose names differ in a number, as block1 and block2. A block is not a unit if it is more than a
+  quarter of the model and can be split (two towers, a stage of a convolutional network).
+- Other modules are units if they are at most an eighth of the model and have at most ``_LARGEST`` elements. Larger ones
+  are split into their children. A module that cannot be split is a unit as it is: mostly embeddings and heads.
+- A small module or model without repetition is left whole. It may choose among its parts by its data, and all ranks
+  must gather the same parts.
+- Tiny modules stay in the unit around them, or in the root.
 
-A module whose own forward is not called cannot be a unit: containers, and children of torch's own modules, which read
-their weights (``nn.MultiheadAttention``, the fast path of ``nn.TransformerEncoderLayer``). Containers of experts
-are not split for the same reason: ranks route to different ones.
+A module whose own forward is not called cannot be a unit. These are containers, and children of torch's own modules,
+which read their weights (``nn.MultiheadAttention``, the fast path of ``nn.TransformerEncoderLayer``). For the same
+reason containers of experts are not split: ranks route to different experts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _BLOCK_PARTS = 4
 _LARGEST = 1 << 24
 """Elements above which a module without repetition is split in a model of any size: about the prefetch's default."""
 _LEAST_SPLIT = 1 << 20
-"""Elements up to which a repeated module is left whole, and one in which nothing is repeated."""
+"""Elements up to which a repeated module, or a module without repetition, is left whole."""
 _TINY = 1 << 16
 """Elements below which a single module, or all of a group of repeated ones, is no unit in a large model."""
 _TINY_PARTS, _TINY_GROUP_PARTS = 10, 64
@@ -46,7 +46,7 @@ _SPLIT_OF_TORCH = (nn.Sequential, nn.TransformerEncoder, nn.TransformerDecoder, 
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:
-    """The class of ``module``; where ``torch.compile`` wrapped it, of the module inside."""
+    """The class of ``module``; if ``torch.compile`` wrapped it, the class of the module inside."""
     if isinstance(module, torch.jit.ScriptModule):
         return type(module)
     inner = module._modules.get("_orig_mod")
@@ -54,12 +54,15 @@ def class_of(module: nn.Module) -> type[nn.Module]:
 
 
 def automatic_units(model: nn.Module, classes: Collection[str]) -> set[int]:
-    """id() of the modules that are units ([Note: Granularity]). classes: names of those that are never split."""
+    """Return the id() of each module that is a unit ([Note: Granularity]).
+
+    classes: names of classes that are never split.
+    """
     return _Walk(model, classes).chosen
 
 
 class _Walk:
-    """One walk. ``chosen``: id() of the units; ``_sizes``: id(module) → elements that only it would gather."""
+    """One walk. ``chosen``: id() of the units; ``_sizes``: id(module) → elements that no other module has."""
 
     def __init__(self, model: nn.Module, classes: Collection[str]) -> None:
         self._classes = classes
@@ -87,7 +90,7 @@ class _Walk:
                         self._decide(child, alike=alike, group=total)
 
     def _groups(self, module: nn.Module) -> Collection[list[nn.Module]]:
-        """The children of ``module`` that have weights, those that may be repeated together."""
+        """The children of ``module`` that have weights, in groups that may be repeated blocks."""
         groups: dict[tuple[type[nn.Module], str], list[nn.Module]] = {}
         holds = isinstance(module, _CONTAINERS)
         for name, child in module.named_children():
@@ -105,7 +108,10 @@ class _Walk:
         return any(size <= 2 * other and other <= 2 * size for other in others)
 
     def _decide(self, module: nn.Module, *, alike: bool, group: int) -> None:
-        """``module`` is a unit, or split, or left to what is around it. group: elements of it and those alike."""
+        """Make ``module`` a unit, or split it, or leave it to the unit around it.
+
+        group: elements of this module and those like it.
+        """
         size, largest = self._sizes[id(module)], self._largest_block if alike else self._largest
         if class_of(module).__name__ in self._classes:
             self.chosen.add(id(module))
@@ -129,38 +135,41 @@ class _Walk:
         return 2 * below > self._sizes[id(module)]
 
     def _may_choose(self, module: nn.Module) -> bool:
-        """Whether ``module`` is small, and nothing in it is repeated: what it calls may depend on the data."""
+        """Whether ``module`` is small and has no repetition, so that its data may select which parts it calls."""
         if type(module) in _SPLIT_OF_TORCH:
             return False
         return self._sizes[id(module)] <= _LEAST_SPLIT and not any(self._repeats(part) for part in module.modules())
 
     def _repeats(self, module: nn.Module) -> bool:
-        """Whether ``module`` has several of a kind: in a ModuleList two, elsewhere three, which are no alternatives."""
+        """Whether ``module`` has several children of a kind: two in a ModuleList, elsewhere three.
+
+        Two children elsewhere may be alternatives.
+        """
         least = 2 if isinstance(module, nn.ModuleList) else 3
         named = class_of(module).__name__ in self._classes
         return named or any(len(group) >= least for group in self._groups(module))
 
 
 def is_called(module: nn.Module) -> bool:
-    """Whether ``module`` has a forward: ModuleList, ModuleDict and the like only hold others."""
+    """Whether ``module`` has a forward. ModuleList, ModuleDict and the like only hold others."""
     if isinstance(module, torch.jit.ScriptModule):
         return True
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def is_lookup(module: nn.Module) -> bool:
-    """Whether ``module`` is an embedding as torch has it: its backward asks for the ids, not for the weights."""
+    """Whether ``module`` is an unchanged torch embedding, whose backward needs the ids but not the weights."""
     changed = module._forward_pre_hooks or module._forward_hooks or "forward" in vars(module)
     return type(module) is nn.Embedding and module.max_norm is None and not changed
 
 
 def _is_of_experts(name: str, module: nn.Module) -> bool:
-    """Whether ``module``, registered as ``name``, holds modules of which each rank may call others."""
+    """Whether ``module``, registered as ``name``, holds experts: each rank may call other ones."""
     return "expert" in name.lower() and isinstance(module, (nn.ModuleList, nn.ModuleDict))
 
 
 def _sizes(model: nn.Module) -> dict[int, int]:
-    """id(module) → elements of the parameters in it, without those that several modules have."""
+    """id(module) → elements of its parameters, without those that several modules have."""
     owners: dict[int, int] = {}
     for module in model.modules():
         for parameter in {id(p): p for p in module._parameters.values() if p is not None}:

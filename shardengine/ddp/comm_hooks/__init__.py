@@ -1,14 +1,14 @@
-"""Communication hooks: what travels when gradients are reduced.
+"""Communication hooks: the messages of a reduction of gradients.
 
-hook             what a hook is
+hook             the interface of a hook
 floats           fp16 and bf16
 blocks           int8 and int4 in blocks
-error_feedback   around another one: what was lost is added to the next message
+error_feedback   around another hook: the error of a message is added to the next one
 power_sgd        low-rank approximations, which bring the whole sum in rounds
-noop             nothing
+noop             sends nothing
 whole_gradients  functions of the user's, and torch's hooks
 
-Must not know: groups, stages, where gradients rest.
+Must not know: groups, stages, where gradients are kept.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ from shardengine.sharding import BucketLayout, Layout
 
 
 def by_name(name: str, params: Mapping[str, Any], seed: int = 0) -> CommHook | None:
-    """The hook that the config names, with all of its params; None for none, and where it says what shard groups do
-    (ddp/replicas). seed: of what it draws."""
+    """Return the hook that the config names, with all of its params.
+
+    None for "none", and for names that make replicas diverge (ddp/replicas). seed: of its random numbers.
+    """
     if name == "none" or name in STEPPING_APART:
         return None
     if name == "noop":
@@ -43,22 +45,22 @@ def by_name(name: str, params: Mapping[str, Any], seed: int = 0) -> CommHook | N
 
 
 def bytes_per_element(coding: Coding | None) -> float | None:
-    """Of messages, the scales of whole blocks included; None: what travels without a coding."""
+    """Return the bytes of a message per element, scales of whole blocks included; None: without a coding."""
     return None if coding is None else coding.bytes_of(BLOCK) / BLOCK
 
 
 def buffers_per_element(hook: CommHook | None) -> float | None:
-    """Bytes that a hook takes for what travels, and as much for what comes, at most; None: what that is without one."""
+    """Return the most bytes per element of a hook's send buffer, and of its receive buffer; None: as without a hook."""
     return 4.0 if hook is not None and hook.whole_parameters else bytes_per_element(hook)
 
 
 def kept_bytes(hook: CommHook | None, layout: Layout) -> int:
-    """On each rank from step to step, at most: errors of all that is trainable."""
+    """Return the most bytes that each rank keeps from step to step: errors of all trainable elements."""
     return 4 * layout.elements(trainable=True) if hook is not None and hook.keeps_errors and layout.ranks > 1 else 0
 
 
 def said_per_element(hook: CommHook | None, buckets: Sequence[BucketLayout]) -> float | Fraction | None:
-    """Bytes that travel in a reduction of ``buckets`` in the present step, by their elements; None: as without one."""
+    """Return the bytes sent per element of ``buckets`` in a reduction of this step; None: as without a hook."""
     if hook is None or (hook.whole_parameters and not hook.in_rounds):
         return None
     if not hook.in_rounds:

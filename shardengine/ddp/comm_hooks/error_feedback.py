@@ -1,4 +1,4 @@
-"""What a message could not say is added to the next one: what a rank has sent in all follows its gradients in all.
+"""The error of a message is added to the next one: the total of a rank's messages follows the total of its gradients.
 
 Source: 1-bit SGD (Seide et al., 2014); Karimireddy et al., arXiv 1901.09847.
 """
@@ -15,9 +15,9 @@ from shardengine.kernels import residual
 
 
 class ErrorFeedback(CommHook):
-    """``inner``, of whose messages each bucket's error is kept: 4 bytes per element of the full size, on each rank.
+    """``inner``, with the error of each bucket's messages kept: 4 bytes per element of the full size, on each rank.
 
-    An error that is not finite is forgotten: the step that it comes from is skipped.
+    An error that is not finite is dropped: the step that it comes from is skipped.
     """
 
     keeps_errors = True
@@ -30,7 +30,7 @@ class ErrorFeedback(CommHook):
         self._scale = 1.0
 
     def allocate(self, bucket: int, length: int, parts: Sequence[HookPiece], ranks: int, device: torch.device) -> None:
-        """No error yet of it."""
+        """Begin without an error for the bucket."""
         self.errors[bucket] = torch.zeros(length, dtype=torch.float32, device=device)
 
     def bytes_of(self, elements: int) -> int:
@@ -46,7 +46,10 @@ class ErrorFeedback(CommHook):
         self._inner.decode(message, out)
 
     def note_scale(self, scale: float) -> None:
-        """Gradients are multiplied with ``scale`` from now on. Errors are kept without it, so that they hold at any."""
+        """From now on gradients are multiplied with ``scale``.
+
+        Errors are kept without it, so they are valid at any scale.
+        """
         self._scale = scale
 
     def before(self, bucket: int, full: Tensor, used: Used) -> None:
@@ -55,7 +58,7 @@ class ErrorFeedback(CommHook):
             full[start:end].add_(self.errors[bucket][start:end], alpha=self._scale)
 
     def after(self, bucket: int, full: Tensor, messages: Tensor, used: Used) -> None:
-        """Keep the error of this one."""
+        """Keep the error of this message."""
         error = self.errors[bucket]
         waiting = [(start, end, error[start:end].clone()) for start, end in between(used, len(error))]
         count = len(messages)
@@ -72,13 +75,13 @@ class ErrorFeedback(CommHook):
 
 
 def keep(error: Tensor, scale: float) -> None:
-    """Of gradients that are multiplied with ``scale``: without it, and what is not finite is forgotten."""
+    """Divide ``error`` by the ``scale`` that its gradients have, and set values that are not finite to 0."""
     error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
     if scale != 1:
         error.div_(torch.full((), scale, device=error.device))  # CUDA would multiply with a host scalar's reciprocal
 
 
 def between(used: Used, end: int) -> Used:
-    """What of [0, end) is in none of the intervals."""
+    """Return the parts of [0, end) that are in none of the intervals."""
     edges = [0, *(edge for interval in used for edge in interval), end]
     return [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]

@@ -1,16 +1,17 @@
-"""What a communication hook is.
+"""The interface of a communication hook.
 
 Must not know: buckets of the engine, groups, stages by name.
 
 [Note: What a hook changes] Gradients of a bucket go to the ranks that own its slices (a reduce-scatter: on a hybrid
-mesh inside of the shard group, then across). A hook says what travels: ``encode`` makes of a full-size fp32 tensor as
-many equal messages as there are receivers, ``decode`` makes of a message the term that its receiver adds, in the
-declared order (kernels: [Note: One arithmetic]). What a message holds of an element depends on its parameter and its
-place in that alone, so the bits do not depend on buckets, ranks' slices or overlap. What is complete is divided,
-rounded and, where more ranks step it, gathered as without a hook, in ``wire``.
+mesh inside the shard group, then across). A hook determines the messages. ``encode`` makes as many equal messages from
+a full-size fp32 tensor as there are receivers. ``decode`` makes from a message the term that its receiver adds, in the
+declared order (kernels: [Note: One arithmetic]). The encoding of an element depends only on its parameter and its place
+in it, so the bits do not depend on buckets, ranks' slices or overlap. Complete gradients are divided, rounded and, if
+more ranks step them, gathered as without a hook, in ``wire``.
 
-[Note: Rounds] Some hooks bring every rank all of a bucket's sum, in rounds: ``rounds`` yields a flat tensor, goes on
-when the ranks' sum has taken its place, and in the end has changed the gradient of this rank to the sum of all.
+[Note: Rounds] Some hooks bring all of a bucket's sum to every rank, in rounds. ``rounds`` yields a flat tensor and
+continues when the ranks' sum has replaced its values. At its end it has changed the gradient of this rank to the sum of
+all.
 """
 
 from __future__ import annotations
@@ -26,8 +27,11 @@ from shardengine.kernels import Compressed, compress, decompress
 
 
 class HookPiece(NamedTuple):
-    """A parameter's place in a bucket. parameter: its index · start, numel: its elements in the full-size gradient ·
-    shape: in memory order · number: of its first element among all elements of the model's parameters."""
+    """A parameter's place in a bucket.
+
+    parameter: its index · start, numel: its elements in the full-size gradient · shape: in memory order · number: of
+    its first element among all elements of the model's parameters.
+    """
 
     parameter: int
     start: int
@@ -41,13 +45,13 @@ Used = Sequence[tuple[int, int]]
 
 
 class CommHook:
-    """Sends gradients as they are; the base of all others.
+    """Sends gradients unchanged; the base of all others.
 
     name: in the config · wire: the dtype that complete gradients are rounded to; None: as without a hook · block: cuts
-    between buckets and slices lie at multiples of so many elements · sends: whether anything is reduced at all ·
-    whole_parameters: no bucket ends inside of a parameter · keeps_errors: whether there are any · errors: of each
-    bucket, by number, what this rank's messages have not said yet (fp32, full size) · factors: of parameters, by index,
-    what the next step goes on with, the same on all ranks.
+    between buckets and slices are at multiples of so many elements · sends: whether anything is reduced ·
+    whole_parameters: no bucket ends inside of a parameter · keeps_errors: whether it has errors · errors: of each
+    bucket, by number: the difference between this rank's gradients and its messages so far (fp32, full size) · factors:
+    of parameters, by index, for the next step; the same on all ranks.
     """
 
     name = "none"
@@ -61,69 +65,76 @@ class CommHook:
 
     @property
     def in_rounds(self) -> bool:
-        """Whether the present step's gradients are brought by ``rounds`` ([Note: Rounds])."""
+        """Whether ``rounds`` brings the gradients of the current step ([Note: Rounds])."""
         return False
 
     @property
     def makes_messages(self) -> bool:
-        """Whether ``encode`` says what travels in the present step."""
+        """Whether ``encode`` makes the messages of the current step."""
         return True
 
     def allocate(self, bucket: int, length: int, parts: Sequence[HookPiece], ranks: int, device: torch.device) -> None:
-        """There is a bucket with this number, of so many elements."""
+        """Allocate memory for the bucket with this number, which has ``length`` elements."""
 
     def begin_step(self, number: int) -> None:
-        """So many updates were made before the window that begins."""
+        """Note the number of updates that were made before the accumulation window that begins."""
 
     def note_scale(self, scale: float) -> None:
-        """Gradients are multiplied with ``scale`` from now on."""
+        """From now on gradients are multiplied with ``scale``."""
 
     def rounds(self, bucket: int, full: Tensor, used: Used) -> Iterator[Tensor]:
-        """See [Note: Rounds]; ``full`` is fp32, and what is yielded has a multiple of ranks · 16 elements. What has
-        begun may never be ended: until then nothing is kept. used: as in ``before``."""
+        """See [Note: Rounds]; ``full`` is fp32, and a yielded tensor has a multiple of ranks · 16 elements.
+
+        The iteration may never be finished: until its end nothing is kept. used: as in ``before``.
+        """
         raise NotImplementedError
 
     def start_again(self) -> None:
-        """After a failure, on every rank: some may have ended a step that others have not."""
+        """Restart after a failure, on every rank: some may have ended a step that others have not."""
 
     def bytes_of(self, elements: int) -> int:
-        """Bytes of the message for a slice of ``elements``."""
+        """Return the bytes of the message for a slice of ``elements``."""
         raise NotImplementedError
 
     def bytes_of_bucket(self, bucket: int) -> int:
-        """Bytes of what ``rounds`` yields of it."""
+        """Return the bytes of the tensors that ``rounds`` yields for the bucket."""
         raise NotImplementedError
 
     def encode(self, full: Tensor, receivers: int, out: Tensor) -> None:
-        """``full`` (fp32, flat) as equal messages (uint8) for ``receivers``, one after the other, into ``out``."""
+        """Write ``full`` (fp32, flat) to ``out`` as equal messages (uint8) for ``receivers``, one after the other."""
         raise NotImplementedError
 
     def decode(self, message: Tensor, out: Tensor) -> None:
-        """The term that a message holds, into ``out`` (fp32)."""
+        """Write the term that a message holds to ``out`` (fp32)."""
         raise NotImplementedError
 
     def before(self, bucket: int, full: Tensor, used: Used) -> None:
-        """Before ``full`` (fp32), all of the bucket with this number, is encoded. used: the intervals of parameters
-        that have a gradient here: what was not said of the others waits, for nobody may take their sum."""
+        """Called before ``full`` (fp32), all of the bucket with this number, is encoded.
+
+        used: the intervals of parameters that have a gradient here. The errors of other parameters wait, because their
+        sum may not be used by anybody.
+        """
 
     def after(self, bucket: int, full: Tensor, messages: Tensor, used: Used) -> None:
-        """``full`` was encoded as ``messages``; it is used no more."""
+        """Called after ``full`` was encoded as ``messages``; ``full`` is not used any more."""
 
 
 MANY = 8
-"""Messages of a bucket from which on a launch for each of them takes longer than a copy of all."""
+"""For more messages of a bucket than this, a launch for each of them takes longer than a copy of all."""
 
 
 class CompressedHook(CommHook):
-    """A message is what ``kernels.compress`` makes of a slice: values, then scales if there are any. ``name`` is its
-    kind."""
+    """Messages are slices compressed by ``kernels.compress``: values, then scales if there are any.
+
+    ``name`` is the kind.
+    """
 
     def compressed(self, message: Tensor, elements: int) -> Compressed:
-        """A message for so many elements, as parts of its own memory."""
+        """Return a message for so many elements, as parts of its own memory."""
         raise NotImplementedError
 
     def encode(self, full: Tensor, receivers: int, out: Tensor) -> None:
-        """Slice by slice, into the messages; of many, which are short, all at once and then into the messages."""
+        """Encode slice by slice into the messages; many messages, which are short, at once and then copied."""
         if receivers > MANY:
             rows = out.view(receivers, -1)
             whole = compress(full, self.name, block=self.compressed(rows[0], full.numel() // receivers).block)
@@ -137,13 +148,16 @@ class CompressedHook(CommHook):
             compress(part, self.name, block=into.block, out=into)
 
     def decode(self, message: Tensor, out: Tensor) -> None:
-        """Rounded once to the dtype of ``out``."""
+        """Decode, rounded once to the dtype of ``out``."""
         decompress(self.compressed(message, out.numel()), out)
 
 
 class HookMessages:
-    """The messages of one reduction of a bucket. bucket: its number; None: of sums that others have begun, or of what
-    is no part of a step's first reduction · used: as in ``CommHook.before``."""
+    """The messages of one reduction of a bucket.
+
+    bucket: its number; None: for sums of messages, or tensors that are not part of a step's first reduction · used: as
+    in ``CommHook.before``.
+    """
 
     def __init__(self, hook: CommHook, bucket: int | None, used: Used = ()) -> None:
         self._hook, self._bucket, self._used = hook, bucket, used
@@ -167,5 +181,5 @@ class HookMessages:
 
     @property
     def again(self) -> HookMessages:
-        """Of the sums of the ranks of a shard group."""
+        """The messages for the sums of a shard group's ranks."""
         return HookMessages(self._hook, None)

@@ -1,4 +1,4 @@
-"""Nothing is sent: what a step takes without the communication of gradients. Ranks train on their own gradients."""
+"""Sends nothing, to measure a step without the communication of gradients. Ranks train on their own gradients."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from shardengine.ddp.comm_hooks.hook import CommHook
 
 
 class NoopHook(CommHook):
-    """To measure with; each slice has its owner's gradient, not the mean."""
+    """For measurements only; each slice has its owner rank's gradient, not the mean."""
 
     name = "noop"
     sends = False
 
     def bytes_of(self, elements: int) -> int:
-        """None."""
+        """Return 0."""
         return 0

@@ -1,16 +1,16 @@
-"""Low-rank approximations of gradients: of a matrix two thin factors travel, and every rank has the whole sum.
+"""Low-rank approximations of gradients: two thin factors travel instead of a matrix, and every rank has the whole sum.
 
 Source: PowerSGD, Vogels et al., arXiv 1905.13727, algorithms 1 and 2.
 
-Must not know: how sums over ranks are made, where the result rests.
+Must not know: how sums over ranks are made, where the result is kept.
 
-[Note: Low rank] Of a parameter's gradient, a matrix M of n rows and m columns on each rank, the ranks' sum is
-approximated by P Qᵀ with r columns each. P is the ranks' sum of M Q, with the Q of the step before, and made
-orthonormal; the new Q is the ranks' sum of Mᵀ P. So P and Q travel, (n + m)·r numbers, once to be summed and once to be
-known to all. That is one iteration of the power method; the next step goes on with its Q (``warm_start``), or each
-begins with random numbers, drawn for the parameter and the step. With error feedback each rank keeps what its share of
-the result lacks, M - P Qᵀ / ranks, and adds it to its next gradient of that parameter. What has one dimension, or would
-not become smaller by the factor that is asked for, is summed as it is.
+[Note: Low rank] A parameter's gradient is a matrix M of n rows and m columns on each rank. The ranks' sum is
+approximated by P Qᵀ with r columns each. P is the ranks' sum of M Q, with the Q of the previous step, and made
+orthonormal; the new Q is the ranks' sum of Mᵀ P. So P and Q travel, (n + m)·r numbers, once for the sum and once to
+reach all ranks. That is one iteration of the power method. The next step continues with this Q (``warm_start``), or
+each step begins with random numbers, drawn for the parameter and the step. With error feedback each rank keeps the
+error of its share of the result, M - P Qᵀ / ranks, and adds it to its next gradient of that parameter. Parameters with
+one dimension, or that would not become smaller by ``min_compression_rate``, are summed unchanged.
 
 A parameter is approximated on its own and lies in one bucket, so the bits do not depend on buckets and stages. P is
 made orthonormal on every rank, from the same numbers; ranks on different kinds of machines may round that differently.
@@ -30,15 +30,18 @@ from shardengine.ddp.comm_hooks.error_feedback import keep
 from shardengine.ddp.comm_hooks.hook import CommHook, HookPiece, Used
 
 _ALIGN = 16
-"""Elements: where a factor begins in what travels."""
+"""Factors begin at multiples of so many elements in a message."""
 
 
 @dataclass(frozen=True)
 class LowRank:
-    """What the config says. rank: columns of a factor · start_step: updates before which gradients are summed as they
-    are · warm_start: Q goes on from step to step · error_feedback: see [Note: Low rank] · min_compression_rate: by
-    which a gradient becomes smaller, or it is summed as it is · square: a parameter, of any shape, is a square matrix
-    of its elements, with zeros at the end · seed: of random numbers."""
+    """The hook's params in the config.
+
+    rank: columns of a factor · start_step: updates before which gradients are summed unchanged · warm_start: Q
+    continues from step to step · error_feedback: see [Note: Low rank] · min_compression_rate: a gradient that does not
+    become smaller by this factor is summed unchanged · square: a parameter, of any shape, is a square matrix of its
+    elements, with zeros at the end · seed: of random numbers.
+    """
 
     rank: int
     start_step: int
@@ -49,8 +52,10 @@ class LowRank:
     seed: int
 
     def shape_of(self, shape: Sequence[int]) -> tuple[int, int] | None:
-        """Rows and columns of the matrix that a parameter of this shape (in memory order) is approximated as; None: it
-        is summed as it is."""
+        """Return rows and columns of the matrix that approximates a parameter; None: it is summed unchanged.
+
+        shape: the parameter's, in memory order.
+        """
         count = math.prod(shape)
         if self.square:
             side = math.isqrt(max(count - 1, 0)) + 1
@@ -62,7 +67,10 @@ class LowRank:
 
 
 class _Matrix(NamedTuple):
-    """A part of a bucket that is approximated. at, then: where its factors P and Q begin in what travels."""
+    """A part of a bucket that is approximated.
+
+    at, then: the places of its factors P and Q in the first and second message.
+    """
 
     part: HookPiece
     rows: int
@@ -72,8 +80,11 @@ class _Matrix(NamedTuple):
 
 
 class _FactorPlan(NamedTuple):
-    """Of a bucket: its matrices, (where it lies, where it travels, elements) of what is summed as it is, and the
-    elements of both messages."""
+    """The messages of a bucket.
+
+    matrices: the approximated parts · plain: parts that are summed unchanged: (place in the bucket, place in the
+    message, elements) · lengths: elements of both messages.
+    """
 
     matrices: Sequence[_Matrix]
     plain: Sequence[tuple[int, int, int]]
@@ -81,7 +92,7 @@ class _FactorPlan(NamedTuple):
 
 
 class PowerSGD(CommHook):
-    """See [Note: Low rank]. factors: each parameter's Q, where it has begun, [columns, rank] fp32."""
+    """See [Note: Low rank]. factors: with ``warm_start`` each parameter's Q, [columns, rank] fp32."""
 
     name = "power_sgd"
     whole_parameters = True
@@ -95,16 +106,16 @@ class PowerSGD(CommHook):
 
     @property
     def in_rounds(self) -> bool:
-        """Whether the present step is behind ``start_step``."""
+        """Whether the current step has reached ``start_step``."""
         return self._step >= self._options.start_step
 
     @property
     def makes_messages(self) -> bool:
-        """It makes none: before ``start_step`` gradients travel as they are."""
+        """It makes none: before ``start_step`` gradients travel unchanged."""
         return False
 
     def allocate(self, bucket: int, length: int, parts: Sequence[HookPiece], ranks: int, device: torch.device) -> None:
-        """Plan what travels of the bucket; no error yet, and random factors."""
+        """Plan the messages of the bucket, with errors of zero and random factors."""
         self._ranks = ranks
         plan = self._plans[bucket] = _plan(self._options, parts, ranks)
         if not plan.matrices:
@@ -115,7 +126,7 @@ class PowerSGD(CommHook):
             self.factors[matrix.part.parameter] = self._random(matrix, 0, device)
 
     def begin_step(self, number: int) -> None:
-        """So many updates were made before."""
+        """Note the number of updates so far."""
         self._step = number
 
     def note_scale(self, scale: float) -> None:
@@ -123,11 +134,11 @@ class PowerSGD(CommHook):
         self._scale = scale
 
     def bytes_of_bucket(self, bucket: int) -> int:
-        """Of both rounds; each is summed over ranks, and gathered then."""
+        """Return the bytes of both rounds; each is summed over ranks, and then gathered."""
         return 4 * sum(self._plans[bucket].lengths)
 
     def rounds(self, bucket: int, full: Tensor, used: Used) -> Iterator[Tensor]:
-        """Two: factors P with what is summed as it is, then factors Q."""
+        """Yield two messages: factors P together with the parts that are summed unchanged, then factors Q."""
         plan, errors = self._plans[bucket], self.errors.get(bucket)
         if errors is not None:
             for start, end in used:
@@ -157,8 +168,10 @@ class PowerSGD(CommHook):
     def _take(
         self, matrix: _Matrix, basis: Tensor, said: Tensor, full: Tensor, error: Tensor | None, *, is_used: bool
     ) -> None:
-        """The product takes the place of this rank's gradient; what its share lacks and the factor are kept. Where this
-        rank has no gradient its error waited, and takes its share all the same."""
+        """Replace this rank's gradient by the product; keep the error of its share, and the factor.
+
+        If this rank has no gradient, its error has waited, and still takes its share.
+        """
         factor = self._part(said, matrix.then, matrix.columns)
         product = torch.mm(basis, factor.t()).view(-1)[: full.numel()]
         if error is not None:
@@ -171,7 +184,7 @@ class PowerSGD(CommHook):
             kept.copy_(torch.where(factor.isfinite().all() & factor.any(), factor, kept))
 
     def start_again(self) -> None:
-        """With random factors, the same on all ranks."""
+        """Restart with random factors, the same on all ranks."""
         for matrix in (matrix for plan in self._plans.values() for matrix in plan.matrices):
             if (factor := self.factors.get(matrix.part.parameter)) is not None:
                 factor.copy_(self._random(matrix, 0, factor.device))
@@ -181,7 +194,7 @@ class PowerSGD(CommHook):
         return said[at : at + rows * rank].view(rows, rank)
 
     def _matrix(self, full: Tensor, matrix: _Matrix) -> Tensor:
-        """A view of the parameter's gradient, or a copy with zeros behind it."""
+        """Return a view of the parameter's gradient, or a copy with zeros at its end."""
         values = full[matrix.part.start : matrix.part.start + matrix.part.numel]
         missing = matrix.rows * matrix.columns - matrix.part.numel
         if missing:
@@ -194,7 +207,7 @@ class PowerSGD(CommHook):
         return self._random(matrix, self._step, device)
 
     def _random(self, matrix: _Matrix, step: int, device: torch.device) -> Tensor:
-        """The same on every rank and device."""
+        """Return random numbers that are the same on every rank and device."""
         generator = torch.Generator().manual_seed((self._options.seed + matrix.part.number + (step << 40)) % 2**63)
         return torch.randn(matrix.columns, self._options.rank, generator=generator).to(device)
 

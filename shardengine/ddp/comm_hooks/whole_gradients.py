@@ -1,11 +1,11 @@
-"""Hooks of the user's, as torch's DDP takes them: a function that is given a bucket's gradient of this rank, and brings
+"""Hooks of the user's, in the form of torch's DDP: a function that gets a bucket's gradient of this rank, and returns
 that of all ranks.
 
-Must not know: where the result rests.
+Must not know: where the result is kept.
 
 [Note: What a hook has begun] A hook's own collectives are matched by their order, and nobody here knows them. They are
-in step where every rank has made as many calls of the hook, and all of these have ended well. Where one has raised, it
-is not known what it had begun before. A step that all ranks have completed shows that they were in step by then.
+in step if every rank has made as many calls of the hook, and all of these have ended well. If a call has raised, it is
+not known which collectives it had begun before. A step that all ranks have completed shows that they were in step.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from shardengine.errors import UsageError
 
 
 class GradBucket:
-    """What such a hook is given, with the methods of ``torch.distributed.GradBucket``.
+    """The argument of such a hook, with the methods of ``torch.distributed.GradBucket``.
 
-    A parameter may lie in several buckets: of one that is cut ``gradients`` has a flat part.
+    A parameter may lie in several buckets: if it is cut, ``gradients`` has a flat part of it.
     """
 
     def __init__(
@@ -37,34 +37,41 @@ class GradBucket:
         self._gradients, self._parameters = list(gradients), list(parameters)
 
     def index(self) -> int:
-        """The bucket's number, the same in every step, until parameters are frozen or unfrozen. In the first backward 0
-        is reduced first, later they go as they became ready in that one."""
+        """Return the bucket's number, the same in every step, until parameters are frozen or unfrozen.
+
+        The first backward reduces buckets from 0 on; later ones use the order of their readiness in the first.
+        """
         return self._index
 
     def is_last(self) -> bool:
-        """Whether it is the last one that is reduced in this backward."""
+        """Return whether it is the last one that is reduced in this backward."""
         return self._last
 
     def buffer(self) -> Tensor:
-        """All of it, flat: gradients, and zeros between them; the sum over the micro-batches that were not reduced."""
+        """Return the whole bucket, flat: gradients, with zeros between them.
+
+        It is the sum over the micro-batches that were not reduced.
+        """
         return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Let ``buffer`` take the place of that; it is not read by the engine."""
+        """Replace the buffer by ``buffer``, which the engine does not read."""
         self._buffer = buffer
 
     def gradients(self) -> list[Tensor]:
-        """Views of the buffer, in the order of ``parameters``."""
+        """Return views of the buffer, in the order of ``parameters``."""
         return self._gradients
 
     def parameters(self) -> list[nn.Parameter]:
-        """Whose gradients these are."""
+        """Return the parameters of the gradients."""
         return self._parameters
 
 
 class WholeGradients(CommHook):
-    """``function(state, bucket)`` returns the mean over ranks of the bucket's buffer, or a future of it, as torch's
-    hooks do: ``torch.distributed.algorithms.ddp_comm_hooks``."""
+    """A hook ``function(state, bucket)`` that returns the mean over ranks of the bucket's buffer, or a future of it.
+
+    torch's hooks have this form: ``torch.distributed.algorithms.ddp_comm_hooks``.
+    """
 
     name = "a function"
 
@@ -79,21 +86,21 @@ class WholeGradients(CommHook):
         return False
 
     def bytes_of(self, elements: int) -> int:
-        """Not known, and not counted."""
+        """Return 0: the bytes are not known, and not counted."""
         return 0
 
     def begin_step(self, number: int) -> None:
-        """See [Note: What a hook has begun]."""
+        """Note the number of completed updates; a new one shows that the hook's collectives were in step."""
         if number > self._step:
             self._step, self._failed = number, False
             self._under_way.clear()
 
     def start_again(self) -> None:
-        """What is under way is not waited for any more."""
+        """Stop waiting for calls in flight."""
         self._under_way.clear()
 
     def calls(self, wait_s: float) -> int | None:
-        """How many there were ([Note: What a hook has begun]); None where not all have ended well, or do in time."""
+        """Return the number of calls; None if one has failed, or does not end within ``wait_s``."""
         deadline = time.monotonic() + wait_s
         for future in self._under_way:
             while not future.done() and time.monotonic() < deadline:
@@ -110,7 +117,7 @@ class WholeGradients(CommHook):
             raise
 
     def begin(self, bucket: GradBucket) -> torch.futures.Future[Any]:
-        """Call it."""
+        """Call the function; return its future."""
         self._calls += 1
         with self._noting():
             future = self._future_of(self._function(self._state, bucket))
@@ -133,7 +140,7 @@ class WholeGradients(CommHook):
         return future
 
     def require_whole(self, full: Tensor, elements: int) -> None:
-        """``UsageError`` where the hook has resized the buffer that it was given."""
+        """Raise ``UsageError`` if the hook has resized its buffer."""
         if full.numel() != elements:
             self._failed = True
             raise UsageError(
@@ -143,7 +150,7 @@ class WholeGradients(CommHook):
             )
 
     def result(self, future: torch.futures.Future[Any], like: Tensor) -> Tensor:
-        """What ``begin`` has led to: as long as ``like``, flat."""
+        """Return the result of ``begin``: as long as ``like``, flat."""
         with self._noting():
             given = self._result(future, like)
         self._under_way.remove(future)
@@ -167,12 +174,12 @@ class WholeGradients(CommHook):
 
     @property
     def label(self) -> str:
-        """What the function is called."""
+        """The name of the function."""
         return getattr(self._function, "__name__", type(self._function).__name__)
 
 
 class FutureWork:
-    """A future, waited for as torch's Work is: also for a while. An error of it is ``WholeGradients.result``'s."""
+    """A future with the interface of torch's Work, including a timeout. ``WholeGradients.result`` raises its error."""
 
     def __init__(self, future: torch.futures.Future[Any]) -> None:
         self._future = future
@@ -180,12 +187,12 @@ class FutureWork:
         future.add_done_callback(lambda _: self._is_there.set())
 
     def is_completed(self) -> bool:
-        """Whether it is there."""
+        """Return whether the future is done."""
         return self._future.done()
 
     @property
     def error(self) -> BaseException | None:
-        """What it failed with, once it is there."""
+        """The error of the future, once it is done."""
         try:
             self._future.value()
         except Exception as error:
@@ -193,11 +200,11 @@ class FutureWork:
         return None
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """It."""
+        """Return the future."""
         return self._future
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Until it is, RuntimeError where that lasts longer."""
+        """Wait until the future is done; RuntimeError after ``timeout``."""
         if not self._is_there.wait(None if timeout is None else timeout.total_seconds()):
             raise RuntimeError("the future is not there yet")
         return True
