@@ -2,7 +2,7 @@
 
 Must not know: files, rows, the model. The tokenizer's own chat template writes the conversation.
 
-[Note: What is learnt of a conversation] If the template marks the assistant's words with ``{% generation %}``, the
+[Note: Learnt tokens] If the template marks the assistant's words with ``{% generation %}``, the
 tokens of these words are learnt. With any other template, the conversation's beginnings are rendered. Turn i begins
 where the conversation before it ends, including the header that the template writes before an answer
 (add_generation_prompt). It ends where the conversation up to and including it ends. This is exact only if the tokens of

@@ -2,7 +2,7 @@
 
 Must not know: files, tokenizers, ranks.
 
-[Note: Documents apart] Each document of a row counts its positions from 0. If transformers' models get no attention
+[Note: Separate documents] Each document of a row counts its positions from 0. If transformers' models get no attention
 mask, they find the start of each document in the positions (one that is not the one before it plus one), and let no
 token attend to another document. Each padding token is a document of its own. The first token of a document is not
 learnt, because nothing in the document predicts it. Whether the installed model does this is tested (``leaks``).

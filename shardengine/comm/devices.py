@@ -72,7 +72,7 @@ class Gpus:
 
 
 def gpus() -> Gpus:
-    """Return those of this process; the only place that asks CUDA for them."""
+    """Return the GPUs of this process; the only place that asks CUDA for them."""
     if not torch.cuda.is_available():
         return Gpus()
     current = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
@@ -99,7 +99,7 @@ class RankFacts:
     local_ranks: int | None = None
 
     def to_text(self) -> str:
-        """For ``from_text``."""
+        """Return a text for ``from_text``."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -156,7 +156,7 @@ def only_one(visible: int) -> str:
 
 
 def facts(device: torch.device | None = None, group: dist.ProcessGroup | None = None) -> RankFacts:
-    """Return those of this rank. device: the requested one · group: the process group that the caller made."""
+    """Return the facts of this rank. device: the requested one · group: the process group that the caller made."""
     seen = gpus()
     asked = os.environ.get(WISH, "")  # checked where every rank hears of it
     if device is not None:

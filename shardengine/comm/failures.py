@@ -5,8 +5,8 @@ describe them. Must not know: which collectives there are, the conclusions of a 
 
 [Note: Failure reports] A rank that raises in forward, backward or step leaves the others waiting in a collective that
 it will never issue. So it reports the failure: it writes what happened under its number. A rank whose wait lasts longer
-than ``POST_AFTER_S`` (watchdog) announces its wait, and reads the others' reports between slices of its wait. If
-a report has stood for ``STANDS_S`` during the wait, the rank ends its wait with an error that names the other rank and
+than ``POST_AFTER_S`` (watchdog) announces its wait, and reads the others' reports between slices of its wait. If a
+report has stood for ``STANDS_S`` during the wait, the rank ends its wait with an error that names the other rank and
 quotes its report. Reports with a shorter life do not count: an exception that happens on every rank may be caught on
 every rank, and the next call of the engine withdraws the report. A report also does not count on a rank that raised in
 the same attempt. An attempt is a place and the number of calls of its kind so far, since ranks make the same calls. So
@@ -162,7 +162,7 @@ class Failures:
     def give_up(self, reason: str) -> None:
         """Report that a wait has failed, so something is in flight that may never end."""
         self.gave_up = reason
-        if self._reported is None:  # what this rank raised says more
+        if self._reported is None:  # a report of its own exception explains more
             self.report(FailureReport(reason, gave_up=True))
 
     def report(self, report: FailureReport) -> None:
@@ -185,7 +185,7 @@ class Failures:
             self._reported = None
 
     def call_before_close(self, call: Callable[[], None]) -> None:
-        """Call it when this ends, before the connection ends."""
+        """Call ``call`` when this ends, before the connection ends."""
         self._before_close.append(call)
 
     def _end_companions(self) -> None:
@@ -368,7 +368,7 @@ _registered: list[int] = []
 
 
 def open_failures() -> list[Failures]:
-    """Return those of this process that have not been closed."""
+    """Return the ``Failures`` of this process that have not been closed."""
     return [each for each in list(_open) if each.is_of_this_process]
 
 

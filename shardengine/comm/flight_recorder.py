@@ -61,7 +61,7 @@ class Collective:
     """The facts of a collective that stay the same whenever it is issued.
 
     what: the bucket, or the exchange · names: the parameters in it · sent: bytes that this rank sends · agreed: bytes
-    that all ranks know, if each sends another number; None: ``sent`` is the same on all of them · members: the ranks
+    that all ranks know, if ranks send different numbers; None: ``sent`` is the same on all of them · members: the ranks
     that take part, () for all · begun_here: False if a user's hook has begun it.
     """
 

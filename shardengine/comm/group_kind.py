@@ -108,7 +108,7 @@ class GroupKind:
     )
 
     def make(self, timeout_s: float, device: torch.device, ranks: Sequence[int] = ()) -> dict[str, Any]:
-        """Return those of a ``Mesh``, by field, ready for use; collective.
+        """Return the groups of a ``Mesh``, by field, ready for use; collective.
 
         ranks: of the default process group, () for all.
         """
@@ -277,5 +277,5 @@ def _gloo(timeout_s: float) -> dict[str, Any]:
 def _nccl(timeout_s: float, device: torch.device, *, high_priority: bool) -> dict[str, Any]:
     timeout = timedelta(seconds=timeout_s + _NCCL_LATER_S)
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
-    options._timeout = timeout  # torch warns where it differs from that of the call
+    options._timeout = timeout  # torch warns if it differs from that of the call
     return {"backend": "nccl", "timeout": timeout, "pg_options": options, "device_id": device}

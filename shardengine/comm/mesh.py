@@ -227,7 +227,7 @@ class Mesh:
         device could do nothing else before they end. The default process group stays the caller's.
         ``CommunicationError`` if the old groups cannot be ended.
         """
-        platform = self.platform  # its streams order what was begun before
+        platform = self.platform  # its streams order the earlier work
         if self.ranks == 1:
             return replace(self, owned=True, platform_of=lambda device: platform)
         self.break_off("engine.reset() has made new groups")
@@ -360,7 +360,7 @@ def _destroy_abandoned() -> None:
     _abandoned.clear()
     calls = [functools.partial(mesh.break_off, "nobody uses these groups any more") for mesh in meshes]
     if problems := all_at_once(calls, _BREAKING_OFF_S):
-        _abandoned.extend(left)  # the next one ends what is whole
+        _abandoned.extend(left)  # the next call ends those that can be ended
         raise CommunicationError("; ".join(problems), code="nccl-abort-failed")
     held: list[dist.ProcessGroup] = []
     for mesh in meshes:
@@ -619,7 +619,7 @@ def _texts(key: str, mine: str, rank: int, ranks: int, shared: Any) -> list[str]
         if rank and store.add("read", 1) == ranks - 1:
             store.set("all have read", "")
         if rank == 0:
-            store.wait(["all have read"])  # its process may host the store, and what comes of this may end it
+            store.wait(["all have read"])  # its process may host the store, and the result may end that process
     except RuntimeError as error:
         raise CommunicationError(
             f"initialize on rank {rank}: {_missing(store, ranks)} where ranks say which GPUs they see: "

@@ -4,7 +4,7 @@ Must not know: the conclusions from that (positions, watchdog), how it is report
 
 [Note: Outside of the engine] If rank 0 alone evaluates while the others are in a barrier of the training loop, rank 0
 waits for them in a gather, and they wait for rank 0. A rank in a collective of the program cannot report this itself.
-So another thread looks which function of torch.distributed it is in. torch counts the collectives of each group. The
+So another thread finds the function of torch.distributed that it is in. torch counts the collectives of each group. The
 counts show which ranks have not issued a collective that another rank waits for.
 
 A deadlock is concluded only from collectives that end on no rank before all ranks have come. For a broadcast, a send or
@@ -146,7 +146,7 @@ def _call_of(frame: FrameType) -> tuple[str, Any, str] | None:
             inside = at
         at = at.f_back
     if inside is None or at is None or _module(at).startswith("shardengine.comm"):
-        return None  # the engine says itself for what it waits
+        return None  # the engine reports its own waits
     name, group = inside.f_code.co_name, inside.f_locals.get("group")
     if not dist.is_initialized():
         return None

@@ -4,7 +4,7 @@ Must not know: how ranks are started, how the record reaches the process that st
 
 [Note: Which failure is reported] When one rank fails, the others fail a moment later because their peer is gone. Every
 rank records the time of its own exception, and the earliest one is the cause. A rank that ended without a report
-(killed by the system) ranks after it, since it may have ended because its peer failed, and before any exception that
+(killed by the system) comes after it, since it may have ended because its peer failed, and before any exception that
 only reports a lost peer.
 """
 

@@ -69,11 +69,11 @@ class Coding(Protocol):
 
 
 class Messages(Coding, Protocol):
-    """Those of one reduction."""
+    """The coding of one reduction."""
 
     @property
     def again(self) -> Coding:
-        """For sums of what these messages have carried."""
+        """The coding for sums of the terms that these messages carried."""
 
 
 class TransferOptions(NamedTuple):
@@ -278,7 +278,7 @@ class AllGather(Transfer):
 
 
 class Slices:
-    """The slices of ``full`` (flat), one for each of ``ranks``, on their way.
+    """The slices of ``full`` (flat), one for each of ``ranks``, in flight.
 
     direct: each rank's slices arrive, to be added here; otherwise the backend adds them · coding: messages travel
     instead, and arrive as fp32 · into: memory as long as ``full`` that may receive the slices, if they have its dtype.

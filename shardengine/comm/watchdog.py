@@ -108,7 +108,7 @@ class Watchdog:
             ripe = self.ripe(frozenset(left))
             stuck = self._stuck() if self._posted is not None else {}
         except Unreachable:
-            return  # said when the wait has failed
+            return  # reported when the wait has failed
         self._news = news
         self._raise_reported({rank: report for rank, report in ripe.items() if not report.gave_up})
         self._raise_stuck(stuck)

@@ -47,7 +47,7 @@ _CURE = "Call engine.reset() on every rank, or start the ranks again"
 
 
 class Watcher:
-    """That thread, from the first collective until the engine ends ([Note: The watcher]). It keeps no engine alive."""
+    """The thread of [Note: The watcher], from the first collective until the engine ends. It keeps no engine alive."""
 
     def __init__(self, failures: Failures) -> None:
         self._failures = weakref.ref(failures)

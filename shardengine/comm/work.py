@@ -192,7 +192,7 @@ class CollectiveLedger:
         if start is not None:
             self._trace_end(works, record, start)
         before = None
-        if not self._overlap and is_data:  # and once more where it is used, maybe on another stream
+        if not self._overlap and is_data:  # and once more before its use, maybe on another stream
             before = self._held_up(record, works)
         wait = functools.partial(self._wait, record, before, meanwhile)
         return Work(works, wait, on_complete, functools.partial(self._wait_here, record, works))

@@ -1,5 +1,5 @@
-"""Exchanges the weights for others that the optimizer keeps: averages, or the point where schedule-free classes
-evaluate.
+"""Exchanges the weights for others that the optimizer keeps: averages, or the evaluation point of schedule-free
+classes.
 
 Owns: the order of calls around an exchange. Must not know: the meaning of the other weights.
 """

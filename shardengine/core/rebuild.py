@@ -15,13 +15,13 @@ A file holds both layouts until the end. The room for the new one is reserved be
 loses nothing, and the room of the old one is reused afterwards. A parameter that no optimizer stepped before has no
 state: its master weights are its weights, and its states are zero.
 
-[Note: Buckets cut anew] A layout expects gradients in the reverse order of registration. After its first step their
+[Note: Recut buckets] A layout expects gradients in the reverse order of registration. After its first step their
 order of arrival on rank 0 is known. A layout in that order replaces it once, at the end of ``step()``, if that sends at
 least half a bucket more behind computation (``sharding/readiness.py``). At that point gradients and activations are
-freed, so both layouts fit into their memory. The layout stays if the device has no room for the weights once more, or
-if states are in a file, which would be written twice and stay twice as large. It also stays if weights are gathered
-unit by unit: parameters can move only within their unit, whose buckets are sent behind the backward of the next unit in
-any order, so nothing is gained (docs/decisions.md).
+freed, and the tensors that exist twice for a moment use their memory. The layout stays if the device has no room for
+the weights once more, or if states are in a file, which would be written twice and stay twice as large. It also stays
+if weights are gathered unit by unit: parameters can move only within their unit, whose buckets are sent behind the
+backward of the next unit in any order, so nothing is gained (docs/decisions.md).
 """
 
 from __future__ import annotations
@@ -196,10 +196,9 @@ def _group_of(optimizer: ShardedOptimizer | None) -> dict[int, int]:
 
 
 def rebuild(core: Core, model: nn.Module, config: Config, optimizer: ShardedOptimizer) -> Core:
-    """Return the core of a new layout for the parameters that are trainable now; ``core`` is not usable any more;
-    collective.
+    """Return the core of a new layout for the parameters that are trainable now; collective.
 
-    If planning fails on one rank, or ranks differ, ``core`` stays as it is.
+    ``core`` is not usable any more. If planning fails on one rank, or ranks differ, ``core`` stays as it is.
     """
     return _carry_out(core, model, config, _plan(core, model, config, optimizer), optimizer)
 

@@ -32,9 +32,9 @@ micro-batch is added to it inside the group, before sums go across.
 
 [Note: Away] If the optimizer's state is offloaded, ``total`` and ``complete`` are in host memory, unless every rank
 needs the whole gradient. A micro-batch's sum over ranks on another device is copied there as soon as it is made, in the
-wire's dtype if that loses nothing, and added on the host when it has arrived. The last sum is squared for the norm
-on the device that made it (``take_squares``), so nobody reads it again for that. If every rank needs the whole gradient, it stays
-on the device and is copied for its step, one bucket ahead (``fetch``).
+wire's dtype if that loses nothing, and added on the host when it has arrived. The last sum is squared for the norm as
+soon as it is made (``take_squares``), so nobody reads it again for that. If every rank needs the whole gradient, it
+stays on the device and is copied for its step, one bucket ahead (``fetch``).
 
 [Note: Late gradients] Autograd may deliver a parameter's gradient again in one backward (re-entrant checkpointing of a
 module that is called twice), when its bucket may be in flight already. The result must not depend on buckets. So the
@@ -93,7 +93,7 @@ class Rules:
     def apart_with(self, count: int, groups: int) -> Rules:
         """Return the rules of an accumulation window after which each shard group steps with its own gradient.
 
-        That gradient is the one of ``count`` of all ``groups``.
+        count: the number of groups in that gradient · groups: the number of all groups.
         """
         return replace(self, apart=True, divisor=self.divisor * count / groups)
 
@@ -229,7 +229,7 @@ def _of_one_dtype(tensors: list[Tensor]) -> list[Tensor]:
 class GradientBucket:
     """One bucket's places ([Note: Gradients of a window]). ``wire``: the dtype that its gradients are sent in.
 
-    placed: the placement of the complete gradient · own: parameter → the first and last position of its elements in
+    placed: the placement of the complete gradient · own: parameter → the start and end of its elements in
     this rank's part of it, if it has any · leaves: sums over ranks are kept with the optimizer's state, which is
     offloaded · spill: copies gradients to the device that steps them, if that is another one ([Note: Away]).
     """
@@ -265,7 +265,7 @@ class GradientBucket:
         self._spill = spill if leaves else None
         self._to_step = spill
         self.is_fetched = spill is not None and not leaves
-        """Whether the gradient travels to where it is stepped with (``fetch``)."""
+        """Whether the gradient is copied to the device that steps it (``fetch``)."""
         self._fetched: tuple[Tensor, Done] | None = None
         self._squares: Tensor | None = None
 
@@ -460,7 +460,7 @@ class GradientBucket:
     def take_squares(self) -> dict[int, Tensor]:
         """Return parameter → the sum of squares of this rank's part of it in ``complete``, fp64 0-dim.
 
-        An offloaded gradient was squared on the device. These squares are returned once, because ``complete`` may
+        An offloaded gradient was squared when it was made. These squares are returned once, because ``complete`` may
         change afterwards.
         """
         if self._squares is not None:

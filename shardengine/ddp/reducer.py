@@ -51,7 +51,7 @@ from shardengine.stages import Axis, Placement
 
 _log = logging.getLogger(__name__)
 ERROR, FACTOR = "comm_error", "comm_factor"
-"""Keys of flat slices of what messages have not said yet, and of what a hook goes on with from step to step."""
+"""Keys of flat slices: of errors, which messages have not sent yet, and of factors that a hook keeps between steps."""
 MAX_IN_FLIGHT = 3
 """The most buckets whose reduction is in flight at one moment."""
 
@@ -408,7 +408,7 @@ class Reducer:
         self.step_state.drop_gradients()
         self._complete_flights(
             0
-        )  # with what follows each reduction, so that every rank has issued the same collectives
+        )  # with the continuation of each reduction, so every rank has issued the same collectives
         self._mode = _BackwardMode()
         self._order.restart()
         for bucket_grad in self.buckets:

@@ -245,7 +245,7 @@ class StepState:
                 raise UsageError(sentence, code="call-at-wrong-time")
 
 
-# What a call may need: the sentence where it is missing, else None.
+# The needs of calls: each returns the error if it is missing, else None.
 
 _Need = Callable[[StepState, str], str | None]
 

@@ -519,8 +519,8 @@ class Engine(Inspection):
     def zero_grad(self) -> None:
         """Drop the gradients of the current optimizer step; it starts again.
 
-        Call this after a forward or backward that raised *on every rank, at the same place*. After a failure of one
-        rank alone, call ``reset()`` on every rank instead.
+        Also call this after a forward or backward that raised *on every rank, at the same place*. After a failure of
+        one rank alone, call ``reset()`` on every rank instead.
         """
         self._need_core().step_state.require("zero_grad()")
         self._core.schedule.finish_open_backward()
@@ -659,8 +659,7 @@ class Engine(Inspection):
 
     @reports_failure_with("ema")
     def ema(self) -> AbstractContextManager[None]:
-        """Replace the weights by their moving averages inside the ``with``, to evaluate, export or save them;
-        collective.
+        """Replace the weights by their moving averages inside the ``with``, to evaluate or save these; collective.
 
         Requires ``"ema": {"decay": …}`` in the config. Call it between two steps. Inside, training, saving a checkpoint
         and loading raise ``UsageError``; ``state_dict`` and ``save_pretrained`` return the averages. Afterwards the
@@ -728,8 +727,8 @@ class Engine(Inspection):
     ) -> Path:
         """Write a checkpoint to ``directory/tag`` and return that path; collective.
 
-        It has weights, optimizer, scheduler, counters and random states. It contains completed steps only. Micro-batches of the next step that have run already are left out,
-        with a warning.
+        It contains weights, optimizer, scheduler, counters and random states, after completed steps only. Micro-batches
+        of the next step that have run already are left out, with a warning.
 
         tag: default ``step-`` and the number of completed steps in 8 digits. An existing checkpoint of that name is
         replaced once the new one is complete.
@@ -784,9 +783,9 @@ class Engine(Inspection):
         without: "scheduler", "optimizer" (its states and options, learning rates included, and the random states), or
         both: these keep their current state.
 
-        ``CheckpointError`` if the checkpoint is damaged. Neither of these errors changes an engine that has trained. An engine
-        that has not trained may be partly loaded by a damaged checkpoint, and then rejects training until a complete
-        one is loaded. Also call this if ``reset()`` raises that it cannot bring the ranks to one step.
+        ``CheckpointError`` if the checkpoint is damaged. After either error an engine that has trained is unchanged.
+        One that has not trained may be partly loaded by a damaged checkpoint, and then rejects training until a
+        complete one is loaded. Also call this if ``reset()`` raises that it cannot bring the ranks to one step.
         """
         self._need_core()
         self._settle()
@@ -802,7 +801,7 @@ class Engine(Inspection):
 
         pin_memory: True uses page-locked memory, which a GPU copies faster.
 
-        Call it between two steps. Until ``reload_states`` the engine rejects other calls, and so does the module if its
+        Call it between two steps. Until ``reload_states`` the engine rejects other work, and so does the module if its
         weights are offloaded; its parameters have no values then. State that is offloaded by the config stays in its
         place. Module buffers, frozen parameters that are not sharded, and memory that another tensor views
         (``module.state_dict()``) stay on the device. On a GPU the freed memory is returned to the system.

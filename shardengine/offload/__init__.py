@@ -1,15 +1,16 @@
-"""Where bytes live (the device, host memory, files on a disk), how they get there, and what steps them on the host.
+"""The places of bytes (the device, host memory, files on a disk), copies between them, and the optimizer step on the
+host.
 
-tiers                     which buckets rest in which tier, also for the ratio "auto"
+tiers                     the tier of each bucket, also for the ratio "auto"
 shard_store               the tensors of one bucket in a tier
-nvme/                     stores in one file per process: its parts, its free space, whose it is, its threads
-direct_io                 bytes between memory and any file, past the page cache; checkpoints use it, too
+nvme/                     stores in one file per process: its extents, free space, lease and threads
+direct_io                 transfers between memory and any file, past the page cache; checkpoints use it as well
 platform                  a device beside the host: streams, copies and their ends, page-locked memory
 copy_queue                tensors on their way between device and host
 pool, host_memory         buffers that are used again; memory in huge pages
 cpu_adam                  the step on the host, also for loops without an engine
 
-Must not know: stages, what is in a bucket, process groups, the order of a step.
+Must not know: stages, the contents of a bucket, process groups, the order of a step.
 """
 
 from shardengine.offload import direct_io

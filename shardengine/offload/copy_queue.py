@@ -1,7 +1,7 @@
 """Tensors on their way between the device and host memory, oldest first.
 
-Owns: the order of copies, what is done on the host when one has arrived, when a buffer may be used again.
-Must not know: what is copied, and why.
+Owns: the order of copies, the host work that follows a copy, the time from which a buffer may be used again. Must not
+know: which tensors are copied, and why.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardengine.offload.pool import BufferPool
 
 
 class CopyQueue:
-    """Copies between a device and the host, in one direction, beside what the device computes."""
+    """Copies between a device and the host, in one direction, concurrent with the computation on the device."""
 
     def __init__(self, platform: Platform, pool: BufferPool) -> None:
         self._copies = platform.copy_stream()
@@ -25,32 +25,34 @@ class CopyQueue:
         self._under_way: deque[tuple[list[Done], Tensor, Callable[[], None]]] = deque()
 
     def buffer(self, length: int, dtype: torch.dtype, *, on_host: bool) -> Tensor:
-        """Memory of the pool for what will be sent, or for what is given back (``give``)."""
+        """Take a buffer from the pool: it will be sent (``send``) or given back (``give``)."""
         self.settle(len(self._under_way))
         return self._pool.acquire(length, dtype, on_host=on_host)
 
     def bring(self, source: Tensor) -> tuple[Tensor, Done]:
-        """Begin to copy ``source`` to a buffer in host memory, which is the caller's until ``give``; its end."""
+        """Begin to copy ``source`` to host memory. Return the buffer, the caller's until ``give``, and the end of the
+        copy."""
         buffer = self.buffer(source.numel(), source.dtype, on_host=True)
         return buffer, self._copies.copy(source, buffer)
 
     def give(self, buffer: Tensor) -> None:
-        """Back to the pool."""
+        """Return a buffer to the pool."""
         self._pool.release(buffer)
 
     def send(
         self, pairs: Sequence[tuple[Tensor, Tensor]], spent: Tensor, then: Callable[[], None] = lambda: None
     ) -> list[Done]:
-        """Begin to copy the first of each pair to the second. Returns the ends of the copies.
+        """Begin to copy the first tensor of each pair to the second. Return the ends of the copies.
 
-        spent: the pool's, goes back to it when they have arrived · then: on the host, afterwards.
+        spent: a buffer of the pool, which goes back to it when the copies are over · then: called on the host
+        afterwards.
         """
         ends = [self._copies.copy(source, target) for source, target in pairs]
         self._under_way.append((ends, spent, then))
         return ends
 
     def settle(self, leave: int = 0) -> None:
-        """Finish what has arrived, and wait for the oldest until ``leave`` are under way."""
+        """Finish the copies that are over, and wait for the oldest until at most ``leave`` are in flight."""
         while self._under_way and (len(self._under_way) > leave or all(end.reached for end in self._under_way[0][0])):
             ends, spent, then = self._under_way.popleft()
             for end in ends:
@@ -59,7 +61,8 @@ class CopyQueue:
             then()
 
     def drop(self) -> None:
-        """After a failure: wait, and do nothing more. The pool forgets its buffers."""
+        """After a failure: wait for all copies and discard them. Their buffers do not go back to the pool, nor is
+        ``then`` called."""
         for ends, _, _ in self._under_way:
             for end in ends:
                 end.wait_on_host()

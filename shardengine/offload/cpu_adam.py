@@ -1,13 +1,13 @@
-"""``CPUAdam``: Adam and AdamW for parameters on a CPU, in anybody's training loop, by the kernels of the library.
+"""``CPUAdam``: Adam and AdamW for parameters on a CPU, in any training loop, with the library's kernels.
 
-Owns: the state per parameter, in memory laid out as the parameter is; what may be stepped. Must not know: the engine,
-shards, the arithmetic (``kernels.update``).
+Owns: the state of each parameter, laid out in memory as the parameter is; the checks of parameters and options. Must
+not know: the engine, shards, the arithmetic (``kernels.update``).
 
-[Note: Masters follow their weights] A bf16 or fp16 parameter is the rounding of fp32 master weights in the state. Who
-writes into the parameter (``load_state_dict`` of a model, a tied or averaged weight) means the weight, so before a step
-that finds a parameter written by anybody else, each master that no longer rounds to its weight becomes that weight; the
-others keep their bits. torch counts every in-place write of a tensor, which is how a write is noticed for nothing; one
-through ``.data`` is not counted and not seen.
+[Note: Masters follow their weights] A bf16 or fp16 parameter is the rounding of fp32 master weights in the state. If
+other code writes into the parameter (``load_state_dict`` of a model, a tied or averaged weight), it means the weight.
+So a step that finds such a write replaces each master that no longer rounds to its weight by that weight; the others
+keep their bits. torch counts every in-place write of a tensor, so a write is noticed at no cost. A write through
+``.data`` is not counted and not noticed.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _NOT_AVAILABLE = ("amsgrad", "differentiable")
 class CPUAdam(torch.optim.Optimizer):
     """Adam (Kingma & Ba, 2015) or AdamW (Loshchilov & Hutter, 2019), one pass over memory per parameter and step.
 
-    Parameters are dense, on the CPU, fp32, bf16 or fp16, with gradients in any of these dtypes; the arithmetic is fp32
+    Parameters are dense, on the CPU, fp32, bf16 or fp16, with gradients in any of these dtypes. The arithmetic is fp32
     and gives the same bits with and without the native library. Low-precision parameters have fp32 master weights in
-    the state: [Note: Masters follow their weights]. Everything else is ``torch.optim.AdamW``'s: groups, closures,
-    schedulers, and for fp32 parameters the state dict, which either of the two loads from the other (``step``,
-    ``exp_avg``, ``exp_avg_sq``). UsageError names the parameter that cannot be stepped and says what to do; a step
-    that raises has changed nothing.
+    the state: [Note: Masters follow their weights]. Everything else is as in ``torch.optim.AdamW``: groups, closures
+    and schedulers. For fp32 parameters the state dict is the same as well (``step``, ``exp_avg``, ``exp_avg_sq``), so
+    each of the two loads the other's. Raises UsageError, which names the parameter that cannot be stepped and what to
+    do; a step that raises has changed nothing.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class CPUAdam(torch.optim.Optimizer):
         super().__init__(params, {**defaults, _DECOUPLED: adamw})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See torch. UsageError for a parameter that cannot be stepped or an option out of its range."""
+        """See torch. Raises UsageError for a parameter that cannot be stepped and for an option out of its range."""
         super().add_param_group(param_group)
         try:
             number = len(self.param_groups) - 1
@@ -76,7 +76,8 @@ class CPUAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One update of every parameter that has a gradient, which is left as it is; returns what ``closure`` does."""
+        """Update every parameter that has a gradient, and return the result of ``closure``. Gradients are not
+        changed."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -95,10 +96,11 @@ class CPUAdam(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take copies of the states, which stay fp32 whatever the parameters' dtype; bit for bit what was saved.
+        """Copy the states bit for bit; they stay fp32 whatever the dtype of the parameters.
 
-        A state dict of ``torch.optim.AdamW`` or ``Adam`` fits, too; its groups say whether weight decay is decoupled.
-        UsageError for another optimizer's, for other shapes and for options that are not available; nothing is changed.
+        A state dict of ``torch.optim.AdamW`` or ``Adam`` fits as well; its groups say whether weight decay is
+        decoupled. Raises UsageError for the state of another optimizer, for other shapes and for options that are not
+        available; then nothing is changed.
         """
         loaded: dict[Tensor, dict[str, Tensor]] = {}
 
@@ -121,7 +123,7 @@ class CPUAdam(torch.optim.Optimizer):
                 hook.remove()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """After unpickling, copying and loading: nothing is known of who wrote the weights."""
+        """Restore after unpickling, copying or loading. The last writer of the weights is unknown then."""
         super().__setstate__(state)
         self._seen = {}
         for group in self.param_groups:
@@ -129,7 +131,7 @@ class CPUAdam(torch.optim.Optimizer):
             group.setdefault(_DECOUPLED, self.defaults[_DECOUPLED])
 
     def _due(self) -> list[tuple[int, Tensor]]:
-        """(group, parameter) of what the step updates, all of them checked."""
+        """Return (group, parameter) of all parameters that the step updates. Checks each of them and its gradient."""
         found = []
         for number, group in enumerate(self.param_groups):
             for position, parameter in enumerate(group["params"]):
@@ -141,7 +143,7 @@ class CPUAdam(torch.optim.Optimizer):
         return found
 
     def _prepared(self, parameter: Tensor) -> dict[str, Tensor]:
-        """The parameter's state, made at its first step, laid out as it lies in memory today."""
+        """Return the parameter's state: created at its first step, and laid out as the parameter lies in memory now."""
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
@@ -159,7 +161,7 @@ class CPUAdam(torch.optim.Optimizer):
         return state
 
     def _converted(self, given: Mapping[str, Any]) -> dict[Tensor, dict[str, Tensor]]:
-        """The states of a state dict by parameter, as ours."""
+        """Return the states of a state dict by parameter, in the form of this optimizer."""
         found = {}
         for number, (group, saved) in enumerate(zip(self.param_groups, given["param_groups"], strict=False)):
             _check_options({**group, **saved}, number)
@@ -183,17 +185,17 @@ def _update(parameter: Tensor, state: Mapping[str, Tensor], rule: Rule) -> None:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """The elements of a dense tensor in the order of memory."""
+    """Return the elements of a dense tensor in the order of memory."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _laid_out(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """A copy that lies in memory as ``parameter`` does."""
+    """Return a copy that lies in memory as ``parameter`` does."""
     return torch.empty_like(parameter, dtype=tensor.dtype, requires_grad=False).copy_(tensor)
 
 
 def _mark(parameter: Tensor) -> tuple[int, int]:
-    """Changes when somebody writes into the parameter or gives it other memory."""
+    """Return a value that changes when anybody writes into the parameter or gives it other memory."""
     return parameter._version, parameter.data_ptr()
 
 
@@ -226,7 +228,7 @@ def _place(groups: list[dict[str, Any]], number: int, position: int) -> str:
 
 
 def _check(parameter: Tensor, place: str) -> None:
-    """UsageError for what the kernels cannot be given."""
+    """Raise UsageError if the kernels cannot step this parameter."""
     if is_lazy(parameter):
         came, advice = "a lazy one", "run one forward before you make the optimizer"
     elif parameter.layout is not torch.strided:

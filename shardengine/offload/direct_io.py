@@ -1,10 +1,11 @@
-"""Bytes between memory and an open file, past the page cache where its file system can do that (O_DIRECT).
+"""Transfers between memory and an open file, past the page cache if the file system supports O_DIRECT.
 
-Owns: opening, transfers that come in parts, room taken ahead. Must not know: what a file holds, who reads it, threads.
+Owns: opening, transfers that the system splits, reservation of room. Must not know: the contents of a file, who reads
+it, threads.
 
-What is moved past the page cache begins at a multiple of ``ALIGNMENT`` in the file and in memory, and is a multiple of
-it long. Some file systems refuse O_DIRECT at opening, others at the first transfer; either way the file is then used
-through the page cache, from there on.
+A transfer past the page cache begins at a multiple of ``ALIGNMENT`` in the file and in memory, and its length is a
+multiple of it. Some file systems reject O_DIRECT at opening, others at the first transfer. In both cases the file is
+used through the page cache from then on.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from pathlib import Path
 from torch import Tensor
 
 ALIGNMENT = 4096
-"""Of places in the file and in memory: what O_DIRECT needs on every disk that is known."""
+"""Bytes, in the file and in memory: enough for O_DIRECT on every known disk."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""What the system says where there is no room."""
+"""The error codes of the system for a lack of room."""
 preadv, pwritev, fallocate, fsync = os.preadv, os.pwritev, os.posix_fallocate, os.fdatasync
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _LIBC = ctypes.CDLL(None)
@@ -32,7 +33,7 @@ _UNABLE = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 def open_direct(path: Path, flags: int, mode: int = 0o777) -> int:
-    """``path`` opened with O_DIRECT, or without it where that is refused."""
+    """Open ``path`` with O_DIRECT, or without it if the system rejects that, and return the file descriptor."""
     try:
         return os.open(path, flags | _DIRECT, mode)
     except OSError as error:
@@ -42,19 +43,20 @@ def open_direct(path: Path, flags: int, mode: int = 0o777) -> int:
 
 
 def is_direct(file: int) -> bool:
-    """Whether the page cache is passed by."""
+    """Return whether transfers bypass the page cache."""
     return bool(fcntl.fcntl(file, fcntl.F_GETFL) & _DIRECT)
 
 
 def read(file: int, parts: Sequence[memoryview], offset: int, least: int) -> int:
-    """Fill ``parts``, one after the other, until ``least`` bytes are there or the file ends; how many came."""
+    """Fill ``parts``, one after the other, until ``least`` bytes are read or the file ends. Return the number of bytes
+    read."""
     return _move(preadv, file, parts, offset, least)
 
 
 def read_cached(file: int, part: memoryview, offset: int) -> int:
-    """Of what is to fill ``part``, take what the page cache has, up to the first page that it has not; how many bytes.
+    """Read into ``part`` the bytes that are in the page cache, up to the first page that is not. Return how many.
 
-    Nothing is asked for that is not there: that would make the system read ahead, at the cost of what reads past it.
+    Bytes that are not cached are not requested: the system would read ahead, which slows down direct reads.
     """
     count = _cached(file, offset, len(part))
     try:
@@ -66,7 +68,8 @@ def read_cached(file: int, part: memoryview, offset: int) -> int:
 
 
 def _cached(file: int, offset: int, length: int) -> int:
-    """How many of the bytes [offset, offset + length) that come first are in the page cache; all where nobody says."""
+    """Return how many of the first bytes of [offset, offset + length) are in the page cache; ``length`` if that is
+    unknown."""
     start = offset // mmap.PAGESIZE * mmap.PAGESIZE
     end = min(offset + length, os.fstat(file).st_size)
     if end <= offset:
@@ -93,8 +96,11 @@ def write(file: int, parts: Sequence[memoryview], offset: int) -> None:
 
 
 def take_room(file: int, count: int) -> None:
-    """Have the file system reserve the first ``count`` bytes, where it can: a full disk is known now, and writes are
-    faster. ``fallocate`` writes zeros where it cannot, which is for those who must have the room."""
+    """Have the file system reserve the first ``count`` bytes, if it can. Raises OSError if the disk is full.
+
+    So a full disk is noticed now, and writes are faster. A file system that cannot reserve is left alone; use
+    ``fallocate`` if the room must be there, which then writes zeros.
+    """
     reserve = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
     if count and reserve is not None and reserve(file, 0, ctypes.c_int64(0), ctypes.c_int64(count)):
         code = ctypes.get_errno()
@@ -103,27 +109,31 @@ def take_room(file: int, count: int) -> None:
 
 
 def whole_pages(count: int) -> int:
-    """The bytes of the pages that ``count`` bytes lie in."""
+    """Return ``count`` rounded up to whole pages, in bytes."""
     return -(-count // ALIGNMENT) * ALIGNMENT
 
 
 def bytes_of(data: Tensor) -> memoryview:
-    """The memory of ``data``, which is uint8 on the CPU."""
+    """Return the memory of ``data``, which is uint8 on the CPU."""
     return memoryview(data.numpy())  # type: ignore[arg-type]  # its stubs do not say so
 
 
 def memory_of(data: Tensor) -> memoryview:
-    """As ``bytes_of``, for as long as ``data`` lives; its storage can be resized afterwards, which numpy's cannot."""
+    """Return the memory of ``data`` as ``bytes_of`` does, valid as long as ``data`` lives.
+
+    Unlike with numpy, the storage can be resized afterwards.
+    """
     return memoryview((ctypes.c_uint8 * data.numel()).from_address(data.data_ptr())).cast("B")
 
 
 def _move(
     call: Callable[[int, list[memoryview], int], int], file: int, parts: Sequence[memoryview], offset: int, least: int
 ) -> int:
-    """``least`` bytes or more, in as many calls as the system wants; fewer where a call moves nothing."""
+    """Move at least ``least`` bytes, in as many calls as the system needs; fewer if a call moves nothing. Return how
+    many."""
     done = 0
     while done < least:
-        direct = is_direct(file)  # before the call: another thread may find out, too
+        direct = is_direct(file)  # before the call: another thread may switch it off as well
         try:
             count = call(file, _after(parts, done), offset + done)
         except OSError as error:
@@ -140,7 +150,7 @@ def _move(
 
 
 def _after(parts: Sequence[memoryview], done: int) -> list[memoryview]:
-    """What follows the first ``done`` bytes of ``parts``."""
+    """Return the memory of ``parts`` behind their first ``done`` bytes."""
     left = []
     for part in parts:
         if done < len(part):

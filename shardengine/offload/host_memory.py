@@ -1,9 +1,9 @@
 """Host memory for data on its way to or from a disk. Must not know: files, who uses it.
 
-[Note: Huge pages] A disk is handed memory page by page, and moves what lies scattered in pages of 4 KiB more slowly
-than what lies in one place (``benchmarks/checkpoint.py`` measures both). So the memory is asked for in huge pages,
-which the system gives where it has them. It is private, and a child of ``fork`` does not get it: a fork while O_DIRECT
-reads or writes private memory would take pages away from them.
+[Note: Huge pages] A disk transfers memory page by page, and moves scattered pages of 4 KiB more slowly than contiguous
+memory (``benchmarks/checkpoint.py`` measures both). So the memory is requested in huge pages, which the system provides
+if it has them. It is private, and a child of ``fork`` does not get it: a fork while O_DIRECT reads or writes private
+memory would take pages away from the transfer.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 HUGE_PAGE = 2 << 20
-"""Bytes; ``staging`` takes a multiple of them."""
+"""Bytes; ``staging`` allocates a multiple of it."""
 
 
 class _Area(mmap.mmap):
-    """Private memory. ``unlock``: called before it is given back to the system."""
+    """Private memory. ``unlock`` is called before the memory goes back to the system."""
 
     unlock: Callable[[], None] | None = None
 
@@ -30,9 +30,10 @@ class _Area(mmap.mmap):
 
 
 def staging(count: int, lock: Callable[[int, int], Callable[[], None] | None] | None = None) -> Tensor:
-    """New zeros, uint8 [count], that begin at a page, in huge pages where the system gives them; OSError: none left.
+    """Return zeros, uint8 [count], that begin at a page, in huge pages if the system has them; raises OSError if none
+    is left.
 
-    lock: called with its address and bytes, returns what undoes it, if anything.
+    lock: called with the address and the bytes, returns the function that undoes it, if any.
     """
     if count == 0:
         return torch.empty(0, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Transient flat tensors that are used again. Must not know: what is in them."""
+"""Transient flat tensors that are used again. Must not know: their contents."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from torch import Tensor
 from shardengine.offload.platform import Platform
 
 _ON_HOST = "shardengine_on_host"
-"""Written on the storage of a buffer in host memory, which its device does not tell where that is a CPU, too."""
+"""Attribute on the storage of a buffer in host memory: if the device is a CPU, ``device`` does not show the
+difference."""
 
 
 class BufferPool:
     """Transient flat tensors, reused instead of freed: touching fresh pages costs more than the copies into them.
 
-    platform: of the device on which they are, unless they are asked for in host memory · pins: page-lock the latter.
+    platform: the device that buffers are on, unless host memory is requested · pins: page-lock buffers in host memory.
     """
 
     def __init__(self, platform: Platform, *, pins: bool = False) -> None:
@@ -27,16 +28,19 @@ class BufferPool:
 
     @property
     def allocated_bytes(self) -> int:
-        """Of all buffers, taken and free."""
+        """Bytes of all buffers, taken and free."""
         return self._bytes.total()
 
     @property
     def device_bytes(self) -> int:
-        """Of those on the device."""
+        """Bytes of the buffers on the device."""
         return self._bytes[False]
 
     def acquire(self, length: int, dtype: torch.dtype, *, on_host: bool = False) -> Tensor:
-        """A flat tensor with undefined contents, on the device, or in host memory where that is another one."""
+        """Return a flat tensor with undefined contents, on the device or, with ``on_host``, in host memory.
+
+        On a device without memory of its own ``on_host`` makes no difference.
+        """
         on_host = on_host and self._platform.has_own_memory
         free = self._free.get((dtype, length, on_host))
         if free:
@@ -56,12 +60,12 @@ class BufferPool:
         self._free.setdefault((buffer.dtype, buffer.numel(), on_host), []).append(buffer)
 
     def forget(self) -> None:
-        """Free every buffer, and count no longer those that were taken: their takers are gone."""
+        """Free every buffer, and stop counting those that were taken: their users are gone."""
         self._free.clear()
         self._bytes.clear()
 
     def clear(self) -> None:
-        """Free every buffer that nobody has taken."""
+        """Free every buffer that is not taken."""
         for (dtype, length, on_host), free in self._free.items():
             self._bytes[on_host] -= len(free) * length * dtype.itemsize
         self._free.clear()

@@ -1,12 +1,12 @@
-"""Where one bucket's shard of something is kept: flat tensors of one length, by name, in one tier.
+"""The storage of one bucket's shard: flat tensors of one length, by name, in one tier.
 
-Owns: the memory of sharded weights, master weights and optimizer state. Must not know: buckets, what the tensors mean,
-when they are needed.
+Owns: the memory of sharded weights, master weights and optimizer state. Must not know: buckets, the meaning of the
+tensors, when they are needed.
 
-A store is used in two ways. A step, and a gather, check it out: ``prefetch`` ahead of time, then ``check_out``, and
-``check_in`` at the end. Everything else (checkpoints, a new layout, the user) comes between two steps and asks for its
-``tensors``. A copy that reads or writes what was checked out may still be under way when it is checked in (``after``):
-whoever is given the tensors next waits for it, but for a reader who says that it waits by itself.
+A store is used in two ways. A step or a gather checks it out: ``prefetch`` ahead of time, then ``check_out``, and
+``check_in`` at the end. All other users (checkpoints, a new layout, user code) come between two steps and call
+``tensors``. A copy that reads or writes the tensors may still be in flight at ``check_in`` (``after``). The next call
+that returns the tensors waits for that copy, except for a reader who waits by itself (``to_copy``).
 """
 
 from __future__ import annotations
@@ -27,90 +27,95 @@ Forms = Mapping[str, tuple[int, torch.dtype]]
 class ShardStore(ABC):
     """Named flat tensors that are kept in a tier.
 
-    device: where they are when they are checked out, and are computed on · tier: its name, "device" being with the
-    model.
+    device: the device they are on while checked out, which computes on them · tier: its name; "device" is the model's
+    device.
     """
 
     in_file = False
-    """Whether they are read and written as a whole, so that what is checked out is a copy."""
+    """Whether the tensors are read and written as a whole, so that a check-out returns a copy."""
     pending = NOW
-    """The end of the copy with which they were checked in last."""
+    """The end of the copy that the last ``check_in`` passed as ``after``."""
 
     def __init__(self, device: torch.device, tier: str = "device") -> None:
         self.device = device
         self.tier = tier
         self.away = tier != "device"
-        """Whether they are kept in another tier than the device."""
+        """Whether the tensors are offloaded: kept in another tier than the device."""
         self.length = 0
         self.sizes: dict[str, int] = {}
         """Bytes of each tensor."""
 
     @abstractmethod
     def add(self, tensors: Mapping[str, Tensor]) -> None:
-        """Keep copies of ``tensors``, too: flat, of one length, new names."""
+        """Add copies of ``tensors``: flat, of one length, under new names."""
 
     def adopt(self, tensors: Mapping[str, Tensor]) -> None:
-        """As ``add``, of tensors that nobody else has: their memory may become the store's."""
+        """Add ``tensors`` as ``add`` does; nobody else has them, so their memory may become the store's."""
         self.add(tensors)
 
     @abstractmethod
     def add_zeros(self, forms: Forms) -> None:
-        """Keep zeros, too: new names."""
+        """Add zeros under new names."""
 
     @abstractmethod
     def tensors(self, *, writable: bool = False) -> dict[str, Tensor]:
-        """What is kept, between two steps. writable: what is written to them is kept; otherwise it may be lost."""
+        """Return all tensors, between two steps. writable: writes to them are kept; otherwise they may be lost."""
 
     @abstractmethod
     def prefetch(self) -> None:
-        """They will be checked out soon: begin to bring them where they are computed on, if there is room. A hint."""
+        """Begin to bring the tensors to ``device``, if there is room, because they will be checked out soon. A hint."""
 
     @abstractmethod
     def check_out(self, *, blank: bool = False, to_copy: bool = False) -> dict[str, Tensor]:
-        """The tensors, to be read and written until ``check_in``. blank: what is in them may be void, all of it will be
-        written · to_copy: they will be read and written by copies behind ``pending``, and by nobody else. What is
-        checked out already is given again."""
+        """Return the tensors, to be read and written until ``check_in``. A second call returns them again.
+
+        blank: their contents may be undefined, since all of it will be written · to_copy: only copies that start after
+        ``pending`` will read and write them.
+        """
 
     @abstractmethod
     def check_in(self, *, changed: bool = True, after: Done = NOW) -> None:
-        """What was checked out is kept. changed: it was written to · after: the end of a copy that reads or writes
-        it."""
+        """Keep the tensors that were checked out. changed: they were written to · after: the end of a copy that uses
+        them."""
 
     @contextmanager
     def checkout(self) -> Iterator[dict[str, Tensor]]:
-        """The tensors inside, to be written to. What raises inside leaves them checked out, until ``abandon``."""
+        """Check the tensors out to be written to. If the block raises, they stay checked out until ``abandon``."""
         yield self.check_out()
         self.check_in()
 
     @abstractmethod
     def abandon(self) -> None:
-        """Whoever has checked it out was interrupted: those tensors are void, and what is kept is as it was, if that is
-        there.
+        """Void a check-out that was interrupted: the store keeps its earlier contents, if they are still there.
 
-        Nothing happens where it is not checked out. In memory what was written stays.
+        Does nothing if it is not checked out. A store in memory keeps the writes.
         """
 
     @abstractmethod
     def offload(self, *, pinned: bool) -> None:
-        """Move from the device's memory to the host's until ``reload``; meanwhile nothing may be checked out. Nothing
-        happens in another tier."""
+        """Move the tensors from the device's memory to the host's until ``reload``; they may not be checked out
+        meanwhile.
+
+        Does nothing in another tier.
+        """
 
     @abstractmethod
     def reload(self) -> None:
-        """Back to the device."""
+        """Move the tensors back to the device."""
 
     @property
     def tier_now(self) -> str:
-        """``tier``, or where ``offload`` has moved it."""
+        """``tier``, or the place that ``offload`` has moved the tensors to."""
         return self.tier
 
     @abstractmethod
     def replace_unreadable(self) -> bool:
-        """Before all of it is written: have zeros where what is kept cannot be read. Whether there are any."""
+        """Replace contents that cannot be read by zeros, before all of it is written. Return whether that was
+        necessary."""
 
     @abstractmethod
     def drop(self) -> None:
-        """Let go of the memory: nothing is kept any more."""
+        """Free the memory. The store keeps nothing any more."""
 
     def _count(self, tensors: Mapping[str, Tensor]) -> None:
         self.length = next(iter(tensors.values())).numel() if tensors else self.length
@@ -118,8 +123,10 @@ class ShardStore(ABC):
 
 
 class MemoryStore(ShardStore):
-    """In the memory of the device or, in the tier "cpu", of the host, and computed on there. pinned: page-locked, so
-    that the device copies it fast."""
+    """Tensors in the memory of the device or, in the tier "cpu", of the host, which also computes on them.
+
+    pinned: page-locked, so that the device copies them fast.
+    """
 
     def __init__(self, platform: Platform, tier: str = "device", *, pinned: bool = False) -> None:
         super().__init__(platform.device if tier == "device" else HOST, tier)
@@ -159,7 +166,7 @@ class MemoryStore(ShardStore):
         return self._tensors
 
     def prefetch(self) -> None:
-        """It is there."""
+        """See ``ShardStore``: the tensors are in place."""
 
     def check_out(self, *, blank: bool = False, to_copy: bool = False) -> dict[str, Tensor]:
         """See ``ShardStore``."""
@@ -168,7 +175,7 @@ class MemoryStore(ShardStore):
         return self._tensors
 
     def check_in(self, *, changed: bool = True, after: Done = NOW) -> None:
-        """See ``ShardStore``. The tensors are there."""
+        """See ``ShardStore``: the tensors are in place."""
         self.pending = after
 
     def abandon(self) -> None:
@@ -205,5 +212,5 @@ class MemoryStore(ShardStore):
 
 
 def host_copy(flat: Tensor, platform: Platform, *, pinned: bool) -> Tensor:
-    """A copy of a flat tensor of the device in host memory. pinned: page-locked, to be copied back fast."""
+    """Return a copy, in host memory, of a flat tensor of the device. pinned: page-locked, to be copied back fast."""
     return platform.host_empty(flat.numel(), flat.dtype, pinned=pinned).copy_(flat)

@@ -1,10 +1,10 @@
-"""Tiers: where a resting shard lives, and which of them each bucket's optimizer state rests in.
+"""Tiers: the places of resting shards, and the tier of each bucket's optimizer state.
 
 Owns: the choice of a bucket's tier. Must not know: buckets' contents, the step.
 
-[Note: Tiers] There are three: ``device`` (the memory that the model is computed in),
-``cpu`` (the host's) and ``nvme`` (a file). What rests on the host or in a file is stepped by the CPU. A tier changes
-where bytes are and who computes, never what is computed: every tier gives the same bits.
+[Note: Tiers] There are three: ``device`` (the memory that the model is computed in), ``cpu`` (the host's) and ``nvme``
+(a file). The CPU steps the state that rests on the host or in a file. A tier changes the place of bytes and the
+processor that computes, never the result: every tier gives the same bits.
 """
 
 from __future__ import annotations
@@ -22,48 +22,49 @@ from shardengine.offload.platform import Platform
 from shardengine.offload.shard_store import Forms, MemoryStore, ShardStore
 
 SHARE = 0.6
-"""Of what a device has free: as much is the engine's where the config names no ``device_memory``. The rest is for
-activations, for buffers of NCCL and cuBLAS, and for what lies between the blocks of torch's allocator."""
+"""The part of a device's free memory that the engine fills if the config names no ``device_memory``. The rest is for
+activations, for buffers of NCCL and cuBLAS, and for gaps between the blocks of torch's allocator."""
 
 
 class Tier(Protocol):
-    """A place for resting shards away from the weights."""
+    """A place for offloaded shards."""
 
     name: str
 
     def store(self) -> ShardStore:
-        """A new, empty store."""
+        """Return a new, empty store."""
         ...
 
     def reserve(self, forms: Forms) -> None:
-        """Take room now for what will be added to one of its stores; OffloadError where there is none."""
+        """Take room now for tensors that will be added to one of its stores. Raises OffloadError if there is none."""
         ...
 
 
 @dataclass(frozen=True)
 class Homes:
-    """What rests away from the device. state: each such bucket's tier, by index · weights: that of sharded weights."""
+    """The offloaded shards. state: the tier of each offloaded bucket, by index · weights: the tier of sharded
+    weights."""
 
     state: Mapping[int, Tier] = field(default_factory=dict)
     weights: Tier | None = None
 
     def needs_copy(self, index: int) -> bool:
-        """Whether bucket ``index`` is stepped where its weights are not."""
+        """Return whether bucket ``index`` is stepped in another place than its weights are."""
         place = self.state[index].name if index in self.state else "device"
         return place != "device" and (self.weights is None or {place, self.weights.name} != {"cpu"})
 
 
 class Tiers:
-    """The tiers of one engine: which of its buckets rest where. One file for each directory, whatever rests in it."""
+    """The tiers of one engine and the choice of the offloaded buckets. All shards in one directory share one file."""
 
     def __init__(self, zero: ZeroConfig, aio: AioConfig, rank: int, platform: Platform) -> None:
         self._platform = platform
         self._ratio = zero.offload_optimizer.ratio
         self.device_memory = self._most = zero.offload_optimizer.device_memory or 0
-        """Bytes of the device that ``"ratio": "auto"`` may fill, the same on every rank; where the config names none,
-        whoever opens the tiers says how many are free (``share``)."""
+        """Bytes of the device that ``"ratio": "auto"`` may fill, the same on every rank. If the config names none, the
+        caller derives it from the free bytes (``share``)."""
         self.source = "device_memory"
-        """Where ``device_memory`` comes from, for people."""
+        """The origin of ``device_memory``, as text for people."""
         self._label, self._aio = f"rank {rank}", Aio(**vars(aio))
         self._files: dict[Path, ExtentFile] = {}
         self._state: Tier | None = None
@@ -75,7 +76,7 @@ class Tiers:
             raise
 
     def _tier(self, wanted: OffloadOptimizerConfig | OffloadParamConfig) -> Tier | None:
-        # masters and states are stepped where they are: nothing of them crosses
+        # masters and states are stepped in place: the device never copies them
         pinned = isinstance(wanted, OffloadParamConfig) and wanted.pin_memory
         if wanted.device == "cpu":
             return HostTier(self._platform, pinned=pinned)
@@ -89,7 +90,7 @@ class Tiers:
 
     @property
     def files(self) -> list[Path]:
-        """The files that something rests in."""
+        """The files in use."""
         return [file.path for file in self._files.values()]
 
     @property
@@ -98,7 +99,7 @@ class Tiers:
         return sum(tier.buffer_bytes for tier in (self._state, self._weights) if isinstance(tier, FileTier))
 
     def free_reserved(self) -> None:
-        """What was reserved in the files, and nothing was added for, is not needed."""
+        """Free the room that was reserved in the files and not used since."""
         for file in self._files.values():
             file.free_reserved()
 
@@ -114,21 +115,26 @@ class Tiers:
 
     @property
     def chooses(self) -> bool:
-        """Whether the ratio is found here (``"auto"``)."""
+        """Whether the ratio is ``"auto"``, so that it is computed here."""
         return self._ratio == "auto"
 
     def share(self, free: int) -> None:
-        """For a ratio "auto" without ``device_memory``: every rank has ``free`` bytes of its device. The engine fills
-        ``SHARE`` of them, and more only where it does not fit into that with everything away."""
+        """Set ``device_memory`` for a ratio "auto" if the config names none: every rank has ``free`` bytes of its
+        device.
+
+        The engine fills ``SHARE`` of them, and more only if it does not fit into that with everything offloaded.
+        """
         self.device_memory, self._most = int(SHARE * free), free
         self.source = f"{SHARE:.0%} of the {free} that the rank with the least has free; device_memory says otherwise"
 
     def homes(self, lengths: Sequence[int], device_bytes: Callable[[Homes], int]) -> Homes:
-        """What rests away. lengths: elements of all buckets · device_bytes: what the device holds with some homes.
+        """Return the offloaded shards. lengths: elements of all buckets · device_bytes: bytes on the device with some
+        homes.
 
-        Those are away whose gradients complete first, so that most of the way is behind backward: the first ones, up
-        to the bucket with which they come nearest to ``ratio`` of all elements. "auto": the fewest with which the
-        device's bytes fit into ``device_memory``; UsageError where they do not even with all of them (``share``).
+        The buckets whose gradients complete first are offloaded, so that most of their transfers overlap with backward:
+        the first ones, up to the bucket that brings their elements nearest to ``ratio`` of all. For "auto" as few as
+        possible, so that the device's bytes fit into ``device_memory``. Raises UsageError if they do not fit even with
+        all of them offloaded (``share``).
         """
         if isinstance(self._ratio, str):
             return self._fitting(len(lengths), device_bytes)

@@ -15,7 +15,7 @@ candidate fits with all states on the host, a part of them may be enough. The de
 states that leave it, so two plans give that part, or one that is a little larger. A part is tried only if it may be
 faster than the best config.
 
-[Note: What is undecided] ``choose`` searches over all of this. If a config gives most of the values, they stay, and the
+[Note: Undecided values] ``choose`` searches over all of this. If a config gives most of the values, they stay, and the
 search covers only those marked in ``Undecided``. If nothing fits, other changes are planned as well, only to be listed
 in the result.
 """

@@ -2,7 +2,7 @@
 
 Owns: the measurement, the sentence on an excess. Must not know: the content of a run, who prints.
 
-[Note: What is measured] On a GPU, the peak is that of CUDA's allocator. On a CPU there is no such number: the allocator
+[Note: Measured peaks] On a GPU, the peak is that of CUDA's allocator. On a CPU there is no such number: the allocator
 reports none, and resident memory also holds libraries and blocks that were freed and kept. So on a CPU, one step may be
 ``watched``: storages are counted from outside, as in a dry run, and the pool's buffers count in full. This costs some
 microseconds per operation, in that step alone. If no peak is known, the memory between steps is compared.

@@ -3,7 +3,7 @@ them.
 
 Must not know: when it happens (``runtime/hooks.py``), why (``sharding/precision.py``).
 
-[Note: What is cast] Tensors of fp64, fp32, fp16 and bf16, in the arguments and in nested lists, tuples, mappings and
+[Note: Casts of inputs] Tensors of fp64, fp32, fp16 and bf16, in the arguments and in nested lists, tuples, mappings and
 dataclasses. Not cast: integers, bools, complex numbers and fp8 (whose values mean nothing without a scale), buffers of
 the model (an in-place write to a copy would be lost), tensors in other objects. The cast is an operation that autograd
 records. The caller's objects are not modified: a container with a tensor that changes is copied, with all containers

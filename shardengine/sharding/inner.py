@@ -1,5 +1,4 @@
-"""Parameters that consist of several tensors: quantised weights as tensor subclasses, and tensors kept beside
-parameters.
+"""Parameters that consist of several tensors: quantised tensor subclasses, and tensors kept beside parameters.
 
 Owns: the list of these tensors and their names; that each of them is a parameter of its own while an engine holds the
 model; rebuilding the outer object from other tensors. Must not know: flat buffers, units, ranks.

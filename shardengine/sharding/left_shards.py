@@ -3,7 +3,7 @@
 Owns: the values that are left, the stores that hold them, and whether they are taken over. Must not know: who gathers
 them.
 
-[Note: What is left] Of each bucket the one tensor that was stepped is left, in its tier: the master weights if there
+[Note: Left shards] Of each bucket the one tensor that was stepped is left, in its tier: the master weights if there
 are any, else the weights. So the next engine begins as it would from the weights of a checkpoint. If weights are kept
 whole on every rank, the module keeps them. Then only masters are left, because the weights do not have their bits. A
 master is used only if the weights are still its rounded values.

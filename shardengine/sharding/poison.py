@@ -3,7 +3,7 @@
 Owns: the tensors that parameters show then; the classes of hidden parameters, and of tensors made of them without
 reading (``.data``, ``.detach()``, a view). Must not know: buckets, units, who hides a parameter.
 
-[Note: Reads of what is elsewhere] The values of poison are NaN (integers: the smallest). That alone would show an error
+[Note: Reads of hidden weights] The values of poison are NaN (integers: the smallest). That alone would show an error
 late or never: an average of weights that reads it is NaN without a message. So a hidden parameter has a subclass of its
 own class. The subclass has a ``__torch_function__`` that allows attributes and views, and raises ``UsageError`` if an
 operation would read or write values. There is no list of such operations. A dispatch mode checks the operations that

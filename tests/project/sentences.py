@@ -1,4 +1,4 @@
-"""The sentences of all errors that the package raises, as skeletons: ``{}`` stands for each value.
+"""The codes and sentences of all errors that the package raises; ``{}`` stands for each value in a sentence.
 
 `test_sentences.py` beside it compares them with `tests/data/sentences.json`, so that a change of the code changes no
 sentence unnoticed. After a change that is meant, `python -m tests.project.sentences` writes the file.
@@ -16,6 +16,8 @@ from shardengine import errors
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "tests" / "data" / "sentences.json"
 CLASSES = frozenset(name for name, of in vars(errors).items() if isinstance(of, type) and issubclass(of, Exception))
+WITHOUT_CODE = frozenset({"ShardEngineError", "ConfigError", "InternalError"})
+"""A config's problems have keys; an internal error is a bug, which nobody looks up."""
 
 
 def skeleton(node: ast.expr) -> str:
@@ -32,13 +34,21 @@ def skeleton(node: ast.expr) -> str:
     return "{}"
 
 
-def of_source(source: str) -> Iterator[str]:
-    """Of every call of one of the classes of errors.py: the class, and its first argument."""
+def raised(source: str) -> Iterator[tuple[str, str, str, int]]:
+    """Of every call of one of the classes of errors.py: the class, the code, the first argument, the line."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and node.args:
             name = getattr(node.func, "id", getattr(node.func, "attr", ""))
-            if name in CLASSES and (text := skeleton(node.args[0])) != "{}":
-                yield f"{name}: {text}"
+            if name in CLASSES:
+                codes = [ast.literal_eval(each.value) for each in node.keywords if each.arg == "code"]
+                yield name, "".join(codes), skeleton(node.args[0]), node.lineno
+
+
+def of_source(source: str) -> Iterator[str]:
+    """The class, the code and the sentence of every error whose sentence is in ``source``."""
+    for name, code, text, _ in raised(source):
+        if text != "{}":
+            yield f"{name} {code}: {text}" if code else f"{name}: {text}"
 
 
 def sentences() -> list[str]:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.project import troubleshooting
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "troubleshooting.md"
 GAP = "\0"
@@ -65,3 +67,20 @@ def test_a_sentence_that_nobody_says_is_found_out() -> None:
         assert is_in(sentence, texts), sentence
     for sentence in ("rank … had …", "rank 1 has …", "has one of these", "rank … of …", "rank … expected one"):
         assert not is_in(sentence, texts), sentence
+
+
+def test_messages_are_those_of_their_codes() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert len(troubleshooting.ENTRY.findall(page)) > 40
+    assert troubleshooting.written(page) == page, "python -m tests.project.troubleshooting"
+
+
+def test_a_fence_follows_its_code() -> None:
+    known = {"join-nested": ["engine.join() … would deadlock"], "x-y": ["a " * 200]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(troubleshooting, "messages", lambda: known)
+        page = "`join-nested`\n\n```text\nold\n```\n\n`x-y`\n\n```text\n```\n"
+        found = troubleshooting.written(page)
+        assert "engine.join() … would deadlock\n```" in found and "old" not in found and " …\n```" in found
+        with pytest.raises(KeyError):
+            troubleshooting.written(page.replace("x-y", "of-nobody"))

@@ -67,7 +67,7 @@ class ErrorFeedback(CommHook):
                 residual(said, self._inner.compressed(message, part.numel()), part, divisor=self._scale)
             else:
                 self._inner.decode(message, part)
-        if count > MANY:  # all at once, as they were encoded
+        if count > MANY:  # all at once, like their encoding
             torch.sub(full, error, out=error)
             keep(error, self._scale)
         for start, end, values in waiting:

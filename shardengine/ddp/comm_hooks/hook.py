@@ -2,7 +2,7 @@
 
 Must not know: buckets of the engine, groups, stages by name.
 
-[Note: What a hook changes] Gradients of a bucket go to the ranks that own its slices (a reduce-scatter: on a hybrid
+[Note: Changes by a hook] Gradients of a bucket go to the ranks that own its slices (a reduce-scatter: on a hybrid
 mesh inside the shard group, then across). A hook determines the messages. ``encode`` makes as many equal messages from
 a full-size fp32 tensor as there are receivers. ``decode`` makes from a message the term that its receiver adds, in the
 declared order (kernels: [Note: One arithmetic]). The encoding of an element depends only on its parameter and its place

@@ -3,7 +3,7 @@ that of all ranks.
 
 Must not know: where the result is kept.
 
-[Note: What a hook has begun] A hook's own collectives are matched by their order, and nobody here knows them. They are
+[Note: Work begun by a hook] A hook's own collectives are matched by their order, and nobody here knows them. They are
 in step if every rank has made as many calls of the hook, and all of these have ended well. If a call has raised, it is
 not known which collectives it had begun before. A step that all ranks have completed shows that they were in step.
 """

@@ -1,13 +1,13 @@
-"""States on a disk: one file per process, and stores in it that pass through a few host buffers to be stepped.
+"""States on a disk: one file per process; its stores pass through a few host buffers to be stepped.
 
 file_tier       stores in that file, with few buffers
-extent_file     its parts and their checksums, what is said when something fails
-free_list       which of its bytes are free
+extent_file     its extents and their checksums, the messages of failures
+free_list       the free bytes of the file
 disk            the file as the system has it, and the threads that read and write it
-io_request      a read or a write under way
+io_request      a read or a write in flight
 lease           which files below a directory belong to a living process
 
-Must not know: what else a tier may be, what the tensors mean.
+Must not know: other tiers, the meaning of the tensors.
 """
 
 from shardengine.offload.nvme.extent_file import Aio, Extent, ExtentFile

@@ -1,10 +1,10 @@
-"""One new file and the threads that read and write it. Owns: its size, whether it is still there, jobs under way.
+"""One new file and the threads that read and write it. Owns: its size, whether it still exists, jobs in flight.
 
-Must not know: extents, leases, sentences for users. Whatever goes wrong is an OSError or ``Damage``.
+Must not know: extents, leases, sentences for users. Every failure is an OSError or ``Damage``.
 
-[Note: Threads] A block under way is a thread that waits in a system call, without the interpreter's lock. io_uring,
+[Note: Threads] A block in flight is a thread that waits in a system call, without the interpreter's lock. io_uring,
 tried with the same blocks and as many in flight, moved no more bytes per second and would save a few hundredths of a
-core, for a second path that many containers forbid.
+core, for a second code path that many containers forbid.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ Job = Callable[[], None]
 
 
 class Damage(Exception):
-    """The file is not what was written: it ends too early, or other bytes are in it."""
+    """The file does not hold the bytes that were written: it ends too early, or has other bytes."""
 
 
 @dataclass(frozen=True)
 class Aio:
-    """How a file is read and written.
+    """The way a file is read and written.
 
-    block_size: bytes of one system call, a multiple of 4096 · queue_depth: calls in flight, of reads and of writes
-    each · thread_count: threads that take checksums at one time.
+    block_size: bytes of one system call, a multiple of 4096 · queue_depth: calls in flight, of reads and of writes each
+    · thread_count: threads that compute checksums at one time.
     """
 
     block_size: int = 1 << 20
@@ -53,7 +53,7 @@ class Aio:
 
 
 class DiskFile:
-    """A new file at ``path``, read and written past the page cache where its file system can do that."""
+    """A new file at ``path``, read and written past the page cache if its file system supports that."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.size = path, 0
@@ -61,7 +61,7 @@ class DiskFile:
         try:
             self._file = direct_io.open_direct(path, os.O_RDWR)
             page = memoryview(mmap.mmap(-1, ALIGNMENT))
-            direct_io.write(self._file, [page], 0)  # which tells whether it can do that, too
+            direct_io.write(self._file, [page], 0)  # some file systems reject O_DIRECT only here
             direct_io.read(self._file, [page], 0, ALIGNMENT)
             os.ftruncate(self._plain, 0)
         except OSError:
@@ -72,11 +72,12 @@ class DiskFile:
 
     @property
     def direct(self) -> bool:
-        """Whether the page cache is passed by."""
+        """Whether transfers bypass the page cache."""
         return direct_io.is_direct(self._file)
 
     def grow(self, count: int) -> int:
-        """Take room for ``count`` bytes (a multiple of the alignment) at the end, zeros; where they begin."""
+        """Append ``count`` bytes of zeros (a multiple of the alignment), reserved if possible. Return the offset of the
+        first."""
         start = self.size
         try:
             direct_io.fallocate(self._plain, start, count)
@@ -109,21 +110,21 @@ class DiskFile:
         data[len(whole) :] = page[: len(data) - len(whole)]
 
     def write(self, data: memoryview, offset: int) -> None:
-        """Write ``data``; what lies between its end and the next multiple of the alignment becomes zero."""
+        """Write ``data``. The bytes from its end to the next multiple of the alignment become zero."""
         whole, page = _parts(data)
         page[: len(data) - len(whole)] = data[len(whole) :]
         direct_io.write(self._file, [whole, page], offset)
 
     def mapped(self, count: int, offset: int, *, shared: bool) -> mmap.mmap:
-        """A mapping of ``count`` bytes. shared: what is written to it is written to the file."""
+        """Return a mapping of ``count`` bytes. shared: writes to the mapping go to the file."""
         return mmap.mmap(self._plain, count, access=mmap.ACCESS_WRITE if shared else mmap.ACCESS_COPY, offset=offset)
 
     def flush(self) -> None:
-        """Whatever was written through mappings is on the disk."""
+        """Flush all writes through mappings to the disk."""
         direct_io.fsync(self._plain)
 
     def close(self) -> None:
-        """No more reads and writes; mappings stay."""
+        """End reads and writes; mappings stay valid."""
         numbers = {self._file, self._plain}
         self._file = self._plain = -1
         for number in numbers:
@@ -131,9 +132,9 @@ class DiskFile:
 
 
 class Lane:
-    """Jobs carried out in ``depth`` threads, begun in the order in which they come. A job must not raise.
+    """Threads, ``depth`` of them, that run jobs and begin them in the order of ``put``. A job must not raise.
 
-    The threads start with the first job, end with the process, and hold nothing of a job that is done.
+    The threads start with the first job, end with the process, and keep no reference to a job that is done.
     """
 
     def __init__(self, depth: int, name: str) -> None:
@@ -143,8 +144,10 @@ class Lane:
         self._starting = threading.Lock()
 
     def put(self, job: Job, count: int) -> None:
-        """Have ``job`` done by up to ``count`` threads. Where none can be started (the process is ending) it is done on
-        return."""
+        """Have up to ``count`` threads run ``job``.
+
+        If no thread can be started (the process is ending), the caller runs it, and it is done on return.
+        """
         if not self._threads:
             self._start()
         for _ in range(min(count, len(self._threads))):
@@ -162,7 +165,7 @@ class Lane:
 
     @property
     def has_current_thread(self) -> bool:
-        """Whether a job of this lane is what runs here."""
+        """Whether the caller runs in a thread of this lane."""
         return threading.current_thread() in self._threads
 
     def _start(self) -> None:
@@ -180,6 +183,6 @@ def _serve(jobs: SimpleQueue[Job | None]) -> None:
 
 
 def _parts(data: memoryview) -> tuple[memoryview, memoryview]:
-    """The whole pages of ``data``, and one page for the rest of it, empty where there is none."""
+    """Return the whole pages of ``data``, and one new page for the rest, empty if there is no rest."""
     whole = len(data) - len(data) % ALIGNMENT
     return data[:whole], memoryview(mmap.mmap(-1, ALIGNMENT) if whole < len(data) else bytearray())

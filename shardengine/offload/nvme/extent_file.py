@@ -1,21 +1,21 @@
-"""One file per process for what does not fit into memory, cut into extents that are read and written asynchronously.
+"""One file per process for states that do not fit into memory, cut into extents that are read and written
+asynchronously.
 
-Owns: extents and their checksums, the order of requests, what is said when something fails. Must not know: what the
-bytes mean.
+Owns: extents and their checksums, the order of requests, the messages of failures. Must not know: the meaning of the
+bytes.
 
-[Note: Checksums of extents] For each block of an extent (``Aio.block_size`` bytes) a CRC-32 is kept in memory: taken
-from the caller's memory before it is written, compared with what was read before the caller gets it. A lost write, a
-block from another place and a flipped bit are seen alike. A new extent holds zeros, and is compared with zeros. Memory
-that a caller only looks at (``look``) was compared when he got it, and changes nothing. What he writes to memory that
-is the file (``edit``) nobody sees: the next request takes the sums anew from what it finds, and so does every one as
-long as that memory lives.
+[Note: Checksums of extents] A CRC-32 of each block of an extent (``Aio.block_size`` bytes) is kept in memory. It is
+computed from the caller's memory before the block is written, and compared with the bytes of a read before the caller
+gets them. So a lost write, a block from another place and a flipped bit are all detected. A new extent holds zeros, and
+is compared with zeros. Memory that a caller only reads (``look``) was compared when the caller got it, and changes
+nothing. Writes to memory that is the file (``edit``) are not observed: the next request computes new checksums from
+the bytes in the file, and so does every request as long as that memory lives.
 
-[Note: Order of requests] Requests of one extent follow each other: asking for one waits for the one before it, which
-is usually long done. Reads have threads of their own, and so have writes: a disk that can do both at once does.
+[Note: Order of requests] Requests of one extent follow each other: a new request waits for the one before it, which is
+usually long done. Reads and writes have separate threads, so a disk that can do both at once does.
 
-[Note: Room that is used again] A file does not shrink. What is freed is used again for what is allocated later, once
-nobody has memory of it (``look``, ``edit``) any more, and then zeros are written to it first. Room that these cannot be
-written to is left alone.
+[Note: Room that is used again] A file does not shrink. A freed extent is allocated again once nobody has memory of it
+(``look``, ``edit``) any more, after zeros are written to it. Room that zeros cannot be written to is left unused.
 """
 
 from __future__ import annotations
@@ -49,21 +49,24 @@ _ZEROS = memoryview(bytearray(1 << 16))
 
 @dataclass(frozen=True, eq=False)
 class Extent:
-    """``count`` bytes from byte ``offset`` (a multiple of 4096) of the file that gave it."""
+    """``count`` bytes from byte ``offset`` (a multiple of 4096) of the file that allocated it."""
 
     offset: int
     count: int
 
 
 class _Torn(Exception):
-    """An extent whose last write failed."""
+    """Raised for an extent whose last write failed."""
 
 
 @dataclass
 class _State:
-    """Of an extent. sums: a checksum per block · torn: a write of it failed, and none came after · edited: given out
-    to be written to since the sums were taken (the object may be gone) · looked: given out to be read, and not written
-    over since · views: all memory of it that somebody has · last: the request that came last."""
+    """The state of an extent.
+
+    sums: a checksum per block · torn: its last write failed · edited: the mapping of an ``edit`` since the checksums
+    were computed (the object may be gone) · looked: the mapping of a ``look``, if no write came since · views: all its
+    mappings that somebody has · last: the last request.
+    """
 
     sums: array[int]
     torn: bool = False
@@ -74,15 +77,16 @@ class _State:
 
     @property
     def shown(self) -> bool:
-        """Whether somebody still has memory of it, which was verified then."""
+        """Whether somebody still has a mapping of it, which was verified when it was made."""
         return any(view is not None and view() is not None for view in (self.edited, self.looked))
 
 
 class ExtentFile:
     """One file in a sub-directory of ``directory``, removed at ``close``, with the object, and at exit.
 
-    directory: made where it is missing; what crashed processes left in it is removed · label: who this is in errors,
-    such as "rank 3". OffloadError where no file can be made. One thread at a time may use an extent, and allocate.
+    directory: made if it is missing; files that crashed processes left in it are removed · label: who this is in
+    errors, such as "rank 3". Raises OffloadError if no file can be made. One thread at a time may use an extent, and
+    allocate.
     """
 
     def __init__(self, directory: Path, label: str, aio: Aio = Aio()) -> None:  # noqa: B008  # it is frozen
@@ -104,18 +108,19 @@ class ExtentFile:
 
     @property
     def path(self) -> Path:
-        """The file."""
+        """The path of the file."""
         return self._disk.path
 
     def allocate(self, count: int) -> Extent:
-        """``count`` bytes more, zeros: what was reserved for them, or else new ones, as ``reserve`` takes them."""
+        """Return an extent of ``count`` zeros: a reserved one, or else a new one as ``reserve`` takes it."""
         self._check_held()
         if not self._reserved.get(count):
             self.reserve(count)
         return self._reserved[count].pop()
 
     def reserve(self, count: int) -> None:
-        """Take room on the disk now for ``allocate(count)``, which does not fail then. OffloadError: there is none."""
+        """Take room on the disk for ``allocate(count)``, which does not fail then. Raises OffloadError if there is
+        none."""
         self._check_held()
         if count < 0:
             raise UsageError(f"{self._label}: ExtentFile.allocate: expected a count of bytes, got {count}")
@@ -130,47 +135,49 @@ class ExtentFile:
         self._reserved.setdefault(count, []).append(extent)
 
     def free_reserved(self) -> None:
-        """What was reserved, and not allocated since, is not needed."""
+        """Free the extents that were reserved and not allocated since."""
         for extent in (extent for extents in self._reserved.values() for extent in extents):
             self.free(extent)
         self._reserved.clear()
 
     def free(self, extent: Extent) -> None:
-        """Nobody needs it any more ([Note: Room that is used again])."""
+        """Free an extent ([Note: Room that is used again])."""
         state = self._states.pop(extent)
         state.last.wait_quietly()
         self._freed.append((extent, state))
 
     def read(self, extent: Extent, into: Tensor) -> IORequest:
-        """Fill ``into``: uint8 [count] on the CPU from a page on (``host_memory.staging``).
+        """Fill ``into``: uint8 [count] on the CPU that begins at a page (``host_memory.staging``).
 
-        It fails where the system says so, where the file was removed, replaced or cut, where other bytes come than
-        were written, and where the last write failed.
+        The request fails if the system reports an error, if the file was removed, replaced or cut, if the bytes are not
+        those that were written, and if the last write failed.
         """
         return self._begin(extent, into, reading=True)
 
     def write(self, extent: Extent, source: Tensor) -> IORequest:
-        """Write ``source``, memory as ``read`` wants it. The extent is torn where it fails, until another succeeds."""
+        """Write ``source``, memory as for ``read``. If the request fails, the extent is torn until another write
+        succeeds."""
         return self._begin(extent, source, reading=False)
 
     def look(self, extent: Extent) -> Tensor:
-        """The extent as memory, for cold reading: uint8 [count], read when touched. What is written to it is lost.
+        """Return the extent as memory, for rare reads: uint8 [count], read when touched. Writes to it are lost.
 
-        What is there now is verified first, unless somebody still has it from before. OffloadError as for ``read``. A
-        disk that fails later, or a file that somebody cuts, ends the process (SIGBUS).
+        The contents are verified first, unless somebody still has them from before. Raises OffloadError as ``read``
+        does. If the disk fails later, or somebody cuts the file, the process ends (SIGBUS).
         """
         return self._mapped(extent, shared=False)
 
     def edit(self, extent: Extent) -> Tensor:
-        """As ``look``, but what is written to it becomes part of the file, verified by nobody until it is read back."""
+        """Return memory as ``look`` does, but writes to it go to the file; they are not verified until they are read
+        back."""
         return self._mapped(extent, shared=True)
 
     def close(self) -> None:
-        """Wait for all requests and remove the file. A mapping stays, as memory that is nobody else's."""
+        """Wait for all requests and remove the file. Mappings stay valid, as memory of their holders alone."""
         self._end()
 
     def _place(self, count: int) -> int:
-        """Where ``count`` bytes, whole pages, hold zeros from now on."""
+        """Return the offset of ``count`` bytes (whole pages) that hold zeros."""
         freed, self._freed = self._freed, []
         for extent, state in freed:
             if state.views:
@@ -225,7 +232,8 @@ class ExtentFile:
         return torch.frombuffer(area, dtype=torch.uint8)
 
     def _blocks(self, extent: Extent, data: memoryview, *, reading: bool, cached: bool = False) -> _Blocks:
-        """A request of ``extent`` that follows the one before it; what it cannot overcome has failed already."""
+        """Return a request for ``extent`` that follows the one before it. If it cannot be carried out, it has failed
+        already."""
         self._check_held()
         state = self._states.get(extent)
         if state is None:
@@ -243,7 +251,7 @@ class ExtentFile:
         return blocks
 
     def _flush(self) -> None:
-        """What was written through mappings is on the disk. The system tells a failure once, for the whole file."""
+        """Flush the writes through mappings to the disk. The system reports a failure once, for the whole file."""
         try:
             self._disk.flush()
         except OSError:
@@ -260,7 +268,8 @@ class ExtentFile:
 
 
 class _Blocks:
-    """The blocks of an I/O request. It knows no ExtentFile, which may be collected before the last block is done."""
+    """The blocks of an I/O request. It does not refer to the ExtentFile, which may be collected before the last block
+    is done."""
 
     def __init__(
         self, file: ExtentFile, extent: Extent, state: _State, data: memoryview, *, reading: bool, cached: bool
@@ -275,7 +284,8 @@ class _Blocks:
         self.request = IORequest(len(state.sums))
 
     def carry_out(self) -> None:
-        """Block after block, until all have been begun: by any number of threads. None after one has failed."""
+        """Process block after block until all have been begun, in any number of threads. After a failure the rest is
+        skipped."""
         for start in self._left:
             if not self.failed:
                 try:
@@ -286,7 +296,7 @@ class _Blocks:
 
     @property
     def failed(self) -> bool:
-        """Whether there is nothing more to carry out."""
+        """Whether a block has failed, so that nothing is left to do."""
         return self.request.failed
 
     def fail(self, error: Exception) -> None:
@@ -313,7 +323,8 @@ class _Blocks:
         self._disk.write(data, self._extent.offset + start)
 
     def _last_words(self) -> None:
-        """What was edited, and was let go of when this began, has not changed since: the sums hold."""
+        """Update the state at the end. Memory of an ``edit`` that was gone when this began has not changed since: the
+        sums hold."""
         if not self._reading:
             self._state.torn = self.failed
         if self._gone and not self.failed:
@@ -321,7 +332,7 @@ class _Blocks:
 
 
 def _sentence(label: str, doing: str, path: Path, extent: Extent, error: Exception) -> str:
-    """What failed, where, why, and what to do."""
+    """Return the message of a failure: which operation and place, the cause, and what to do."""
     cause = (error.strerror if isinstance(error, OSError) else None) or str(error) or repr(error)
     if isinstance(error, _Torn):
         advice = "write it again before it is read"
@@ -345,7 +356,7 @@ def _sentence(label: str, doing: str, path: Path, extent: Extent, error: Excepti
 
 
 def _segments(count: int, size: int) -> Iterator[tuple[int, int]]:
-    """The blocks of ``count`` bytes: [start, end)."""
+    """Return the blocks of ``count`` bytes: [start, end)."""
     return ((start, min(start + size, count)) for start in range(0, count, size))
 
 
@@ -358,7 +369,7 @@ def _sum_of_zeros(count: int) -> int:
 
 
 def _end(lease: Lease, disk: DiskFile, lanes: Sequence[Lane]) -> None:
-    """Close and remove. Nothing in a forked child."""
+    """Close and remove the file. Does nothing in a forked child."""
     if not lease.held:
         return
     if any(lane.has_current_thread for lane in lanes):  # the garbage collector came by in a job
@@ -375,7 +386,7 @@ _FILES: weakref.WeakSet[ExtentFile] = weakref.WeakSet()
 
 def _leave_to_the_parent() -> None:
     for file in list(_FILES):
-        if file._lease.held:  # of a closed one the numbers of its files are others' by now
+        if file._lease.held:  # the descriptors of a closed one may be in use for other files by now
             file._lease.forget()
             file._disk.close()
 

@@ -1,7 +1,7 @@
 """The disk as a tier: stores whose tensors are in one file, and pass through a few host buffers to be stepped.
 
-Owns: which store is in which buffer, and what becomes of it when a write fails. Must not know: how a file is read and
-written (extent_file), what the tensors mean.
+Owns: the store in each buffer, and the state of a store after a failed write. Must not know: how a file is read
+and written (extent_file), the meaning of the tensors.
 
 [Note: A store in a file]
 
@@ -18,11 +18,12 @@ written (extent_file), what the tensors mean.
     UNWRITTEN     check_out                                        CHECKED_OUT
     UNWRITTEN     tensors, check_out(blank), buffer is needed      WRITING
 
-What is checked out may be half written: to ask for its ``tensors`` is an error. There are ``buffer_count`` buffers,
-each as large as the largest store: while one store is stepped the next ones are read and the last ones written. Where a
-write fails the buffer keeps what was stepped, so that nothing is lost: the error is raised once, to whoever waits for
-that store or for a buffer (``prefetch``, a hint, waits for nothing), and whoever checks it out next has it from the
-buffer and writes it again. So does whoever needs a buffer when no other is left: there may be room on the disk by then.
+Tensors that are checked out may be half written, so ``tensors`` raises meanwhile. There are ``buffer_count`` buffers,
+each as large as the largest store: while one store is stepped, the next ones are read and the last ones written. If a
+write fails, the buffer keeps the stepped state, and nothing is lost. The error is raised once, to whoever waits for
+that store or for a buffer (``prefetch``, a hint, waits for nothing). The next check-out takes the state from the buffer
+and writes it again. A caller who needs a buffer when no other is left writes it again as well: there may be room on the
+disk by then.
 """
 
 from __future__ import annotations
@@ -56,14 +57,15 @@ class _Status(enum.Enum):
 
 @dataclass(frozen=True)
 class _Part:
-    """Tensors that were added together: name → (first byte, elements, dtype), in ``extent``; ``start``: in a buffer."""
+    """Tensors that were added together: name → (first byte, elements, dtype) in ``extent``; ``start``: its place in a
+    buffer."""
 
     extent: Extent
     start: int
     tensors: dict[str, tuple[int, int, torch.dtype]]
 
     def views(self, memory: Tensor) -> dict[str, Tensor]:
-        """The tensors in the bytes of the extent."""
+        """Return the tensors in ``memory``, the bytes of the extent."""
         return {
             name: memory[first : first + count * dtype.itemsize].view(dtype)
             for name, (first, count, dtype) in self.tensors.items()
@@ -102,22 +104,24 @@ class FileTier:
         self.file.reserve(_places(forms)[1])
 
     def hold(self, size: int) -> None:
-        """Buffers must have ``size`` bytes from now on."""
+        """Make buffers of at least ``size`` bytes from now on."""
         if size > self._size:
             self._made -= len(self._free)
             self._free.clear()
             self._size = -(-size // HUGE_PAGE) * HUGE_PAGE
 
     def take_buffer(self, *, wait: bool) -> Tensor | None:
-        """A free buffer. wait: for the oldest write, where there is none; OffloadError where that fails, or has failed
-        before and fails again. Otherwise None."""
+        """Return a free buffer. wait: if there is none, wait for the oldest write; otherwise return None.
+
+        Raises OffloadError if that write fails, or has failed before and fails again.
+        """
         while self._lent and (self._lent[0][0].reached or (wait and not self._has_buffer)):
             end, buffer = self._lent.popleft()
             end.wait_on_host()
             self._take_back(buffer)
         while self._writing:
             oldest = self._writing[0]
-            over = oldest.written  # before whether it failed, which it may do in between
+            over = oldest.written  # read before ``failed``, which may change in between
             if (oldest.failed and not wait) or not (over or (wait and not self._has_buffer)):
                 break
             self._writing.popleft().land()
@@ -141,7 +145,7 @@ class FileTier:
         return bool(self._free) or self._made < self._count
 
     def give_buffer(self, buffer: Tensor, after: Done) -> None:
-        """Back from its store. after: the end of a copy that reads it."""
+        """Take a buffer back from its store. after: the end of a copy that reads it."""
         if after.reached:
             self._take_back(buffer)
         else:
@@ -161,15 +165,15 @@ class FileTier:
             self._made -= 1
 
     def follow(self, store: FileStore, *, writing: bool) -> None:
-        """``store`` is being written, or was fetched."""
+        """Note that ``store`` is being written, or was prefetched."""
         (self._writing if writing else self._fetched).append(store)
 
     def keep(self, store: FileStore) -> None:
-        """``store`` could not be written: its buffer has what the file has not."""
+        """Note that the write of ``store`` failed: only its buffer has the current bytes."""
         self._unwritten.append(store)
 
     def forget(self, store: FileStore) -> None:
-        """``store`` has landed by itself, or is checked out."""
+        """Remove ``store`` from all lists: its transfer is over, or it is checked out."""
         for known in (self._writing, self._fetched, self._unwritten):
             if store in known:
                 known.remove(store)
@@ -189,7 +193,7 @@ class FileStore(ShardStore):
         self._requests: list[IORequest] = []
         self._unwritten = False
         self._verified: dict[str, Tensor] = {}
-        """What a load was shown first: so long as it is here nothing is verified twice."""
+        """The tensors that ``replace_unreadable`` has verified: as long as they are kept, nothing is verified twice."""
 
     @property
     def written(self) -> bool:
@@ -216,7 +220,7 @@ class FileStore(ShardStore):
         self._count({name: torch.empty(length, dtype=dtype, device="meta") for name, (length, dtype) in forms.items()})
 
     def tensors(self, *, writable: bool = False) -> dict[str, Tensor]:
-        """See ``ShardStore``: the file as memory, once it is verified."""
+        """See ``ShardStore``. Returns the file as memory, after it is verified."""
         self._settle()
         show = self._tier.file.edit if writable else self._tier.file.look
         return self._views([show(part.extent) for part in self._parts])
@@ -227,7 +231,8 @@ class FileStore(ShardStore):
             self._read(buffer)
 
     def check_out(self, *, blank: bool = False, to_copy: bool = False) -> dict[str, Tensor]:
-        """See ``ShardStore``. OffloadError where it cannot be read, or is not what was written."""
+        """See ``ShardStore``. Raises OffloadError if the store cannot be read, or its bytes are not those that were
+        written."""
         if blank and self._state is not _Status.CHECKED_OUT:
             self._settle()
             self._buffer = self._tier.take_buffer(wait=True)
@@ -255,7 +260,7 @@ class FileStore(ShardStore):
         return self._views(self._in_buffer())
 
     def check_in(self, *, changed: bool = True, after: Done = Done()) -> None:  # noqa: B008  (it has no state)
-        """See ``ShardStore``. What could not be written before is written now."""
+        """See ``ShardStore``. If the last write failed, the store is written even if it is unchanged."""
         if self._state is not _Status.CHECKED_OUT:
             raise InternalError(f"a store in {self._tier.file.path} is checked in, but it is {self._state.value}")
         if changed or self._unwritten:
@@ -279,13 +284,13 @@ class FileStore(ShardStore):
             self._release()
 
     def offload(self, *, pinned: bool) -> None:
-        """It is not on the device."""
+        """See ``ShardStore``: it is not on the device."""
 
     def reload(self) -> None:
-        """It is not on the device."""
+        """See ``ShardStore``: it is not on the device."""
 
     def replace_unreadable(self) -> bool:
-        """See ``ShardStore``. OffloadError where what is still in a buffer, or zeros, cannot be written."""
+        """See ``ShardStore``. Raises OffloadError if a buffer that is still unwritten, or zeros, cannot be written."""
         self._settle()
         try:
             self._verified = self.tensors()
@@ -295,7 +300,7 @@ class FileStore(ShardStore):
         return False
 
     def _cleared(self, part: _Part) -> _Part:
-        """``part`` with zeros, at another place in the file where they cannot be written to its own."""
+        """Return ``part`` with zeros, at another place in the file if they cannot be written to its own."""
         try:
             self._tier.file.write(part.extent, staging(part.extent.count)).wait()
         except OffloadError:
@@ -305,14 +310,14 @@ class FileStore(ShardStore):
         return part
 
     def give_up(self) -> None:
-        """It was prefetched and nobody has checked it out: its buffer is needed."""
+        """Release the buffer of a store that was prefetched and not checked out, because the buffer is needed."""
         for request in self._requests:
             request.wait_quietly()
         self._tier.forget(self)
         self._release()
 
     def land(self) -> None:
-        """The write is over. OffloadError, once, where it has failed; the buffer keeps the bytes."""
+        """Finish a write. If it failed, raise OffloadError, once; the buffer keeps the bytes."""
         try:
             for request in self._requests:
                 request.wait()
@@ -323,7 +328,8 @@ class FileStore(ShardStore):
         self._release()
 
     def write_again(self) -> None:
-        """Its write failed, and its buffer is needed. OffloadError where it fails again: everything is as before."""
+        """Repeat a failed write, because its buffer is needed. Raises OffloadError if it fails again; nothing has
+        changed then."""
         self._settle()
 
     def drop(self) -> None:
@@ -338,7 +344,7 @@ class FileStore(ShardStore):
         self._parts, self.sizes, self._verified = [], {}, {}
 
     def _settle(self) -> None:
-        """Be in the file, whatever it costs: what is unwritten is written once more."""
+        """Bring the store back to the file: finish its transfer, and repeat a failed write."""
         if self._state is _Status.CHECKED_OUT:
             raise InternalError(
                 f"what is kept in {self._tier.file.path} is being stepped, or its step was interrupted: expected "
@@ -354,17 +360,17 @@ class FileStore(ShardStore):
             self.give_up()
 
     def _views(self, memories: Sequence[Tensor]) -> dict[str, Tensor]:
-        """The tensors in the bytes of each part."""
+        """Return the tensors in ``memories``, the bytes of each part."""
         found = [part.views(memory) for part, memory in zip(self._parts, memories, strict=True)]
         return {name: view for views in found for name, view in views.items()}
 
     def _in_buffer(self) -> list[Tensor]:
-        """The bytes of each part, where they are when they are checked out."""
+        """Return the bytes of each part in the store's buffer."""
         memory = self._own_buffer()
         return [memory[part.start : part.start + part.extent.count] for part in self._parts]
 
     def _new_part(self, forms: Forms) -> _Part:
-        """Room in the file for tensors of these (elements, dtype), and in the buffers."""
+        """Allocate room in the file, and in the buffers, for tensors of these (elements, dtype)."""
         self._settle()
         places, end = _places(forms)
         last = self._parts[-1] if self._parts else None
@@ -391,7 +397,8 @@ class FileStore(ShardStore):
 
 
 def _places(forms: Forms) -> tuple[dict[str, tuple[int, int, torch.dtype]], int]:
-    """Where tensors lie that are added together: name → (first byte, elements, dtype); and all bytes."""
+    """Return the places of tensors that are added together: name → (first byte, elements, dtype); and the bytes of
+    all."""
     places, end = {}, 0
     for name, (count, dtype) in forms.items():
         places[name] = (end, count, dtype)

@@ -1,21 +1,21 @@
-"""Which bytes of a file are free. Owns: intervals. Must not know: files, what lies in the others."""
+"""The free bytes of a file. Owns: intervals. Must not know: files, the contents of the other bytes."""
 
 from __future__ import annotations
 
 
 class FreeList:
-    """Free bytes, as intervals that touch no other."""
+    """Free bytes, as intervals that do not touch each other."""
 
     def __init__(self) -> None:
         self._ends: dict[int, int] = {}
 
     @property
     def count(self) -> int:
-        """Free bytes."""
+        """The number of free bytes."""
         return sum(end - start for start, end in self._ends.items())
 
     def give(self, start: int, count: int) -> None:
-        """``count`` bytes from ``start`` on are free. They were not."""
+        """Mark ``count`` bytes from ``start`` on as free. They were not free before."""
         end = start + count
         if not count:
             return
@@ -23,7 +23,8 @@ class FreeList:
         self._ends[before] = self._ends.pop(end, end)
 
     def take(self, count: int) -> int | None:
-        """Where ``count`` bytes begin that were free: in the smallest interval that holds them. None: nowhere."""
+        """Take ``count`` bytes from the smallest free interval that holds them. Return their start, or None if there is
+        none."""
         fitting = [(end - start, start) for start, end in self._ends.items() if end - start >= count]
         if not fitting or not count:
             return None

@@ -1,6 +1,6 @@
-"""A read or a write of an extent that was asked for. Owns: when it is done, the error that it ends with.
+"""A requested read or write of an extent. Owns: when it is done, the error that it ends with.
 
-Must not know: who carries it out, what is moved.
+Must not know: who carries it out, the bytes that are moved.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from shardengine.errors import OffloadError, UsageError
 
 
 class IORequest:
-    """A read or a write under way. Until it is done its memory belongs to it."""
+    """A read or a write in flight. Until it is done, its memory belongs to it."""
 
     def __init__(self, blocks: int) -> None:
         self._left = blocks
@@ -25,7 +25,7 @@ class IORequest:
             self._ended.set()
 
     def done(self) -> bool:
-        """Whether ``wait`` returns, or raises, at once."""
+        """Return whether ``wait`` returns, or raises, at once."""
         return self._ended.is_set()
 
     @property
@@ -34,25 +34,26 @@ class IORequest:
         return self._failure is not None
 
     def wait(self) -> None:
-        """Return when it is done. OffloadError where it failed, each time; what a read has filled by then is void."""
+        """Block until it is done. If it failed, each call raises OffloadError, and the memory of a read is
+        undefined."""
         self.wait_quietly()
         if self._failure is not None:
             text, cause = self._failure
             raise OffloadError(text) from cause
 
     def wait_quietly(self) -> None:
-        """``wait`` without the error."""
+        """Block as ``wait`` does, without the error."""
         if not self._ended.is_set() and os.getpid() != self._process:
             raise UsageError("offload: this transfer was under way at a fork: only the parent can wait for it")
         self._ended.wait()
 
     def fail(self, text: str, cause: BaseException) -> None:
-        """Keep the first failure. It is done when all blocks are at their end."""
+        """Record a failure; the first one is kept. The request is done when all blocks have ended."""
         with self._lock:
             self._failure = self._failure or (text, cause)
 
     def count_down(self, last_words: Callable[[], None]) -> None:
-        """One block less; after the last one come ``last_words``, then it is done."""
+        """Record the end of one block. After the last one ``last_words`` is called, then the request is done."""
         with self._lock:
             self._left -= 1
             last = self._left == 0

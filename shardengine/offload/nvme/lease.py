@@ -1,13 +1,13 @@
 """Which files below a directory belong to a living process. Owns: sub-directories, their locks, what may be removed.
 
-Must not know: what the files hold.
+Must not know: the contents of the files.
 
-[Note: Leases] A process's files lie in a sub-directory of its own, with a lock file that it holds locked for life. The
-system drops a lock when its process ends, however that happens; so whoever gets the lock of a sub-directory may remove
-it, and nobody else may: neither names nor process numbers nor times say anything. A sub-directory is there before its
-lock is held. Somebody may take it for a dead one in between: then he has the lock file, or has removed it, and the
-owner, who looks for both after locking, begins again with another. A lock belongs to an open file, which a fork
-shares: a child closes its own copy, which leaves the parent's lock in place.
+[Note: Leases] A process keeps its files in a sub-directory of its own, with a lock file that it holds locked for life.
+The system drops a lock when its process ends, however it ends. So whoever gets the lock of a sub-directory may remove
+it, and nobody else may: names, process numbers and times prove nothing. A sub-directory exists before its lock is held,
+and in between another process may take it for a dead one. That process then has the lock file, or has removed it; the
+owner looks for both after locking, and begins again with another sub-directory. A lock belongs to an open file, which a
+fork shares: a child closes its own copy, which leaves the parent's lock in place.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ LOCK, DATA = "lock", "extents"
 
 
 class Lease:
-    """The sub-directory ``path`` of ``directory`` (made where it is missing), this process's until ``release``.
+    """The sub-directory ``path`` of ``directory``, owned by this process until ``release``.
 
-    What dead processes left in ``directory`` is removed. Raises OffloadError where nothing can be made; ``label`` says
-    in it who asked.
+    Makes ``directory`` if it is missing, and removes everything that dead processes left in it. Raises OffloadError if
+    nothing can be made there; the message begins with ``label``.
     """
 
     def __init__(self, directory: Path, label: str) -> None:
@@ -46,17 +46,17 @@ class Lease:
 
     @property
     def held(self) -> bool:
-        """Whether it is this process's: not after ``release``, not in a forked child."""
+        """Whether this process owns it: not after ``release``, and not in a forked child."""
         return self._lock >= 0
 
     def forget(self) -> None:
-        """Of a forked child: it is the parent's."""
+        """Give it up in a forked child: it belongs to the parent."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
     def release(self) -> None:
-        """Remove the sub-directory and what is in it."""
+        """Remove the sub-directory and its contents."""
         if self._lock >= 0:
             _remove(self.path)
             os.close(self._lock)
@@ -64,7 +64,7 @@ class Lease:
 
 
 def remove_abandoned(directory: Path) -> None:
-    """Remove what dead processes left in ``directory``; what cannot be opened or removed stays."""
+    """Remove the sub-directories of dead processes in ``directory``; those that cannot be opened or removed stay."""
     with os.scandir(directory) as entries:
         found = [
             Path(entry) for entry in entries if entry.name.startswith(PREFIX) and entry.is_dir(follow_symlinks=False)
@@ -78,7 +78,7 @@ def remove_abandoned(directory: Path) -> None:
 
 
 def _leased(directory: Path) -> tuple[Path, int]:
-    """A new sub-directory and its lock, an open file."""
+    """Make a sub-directory. Return it and its lock, an open file."""
     while True:
         path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=directory))
         lock = _lock(path, os.O_CREAT | os.O_EXCL)
@@ -87,7 +87,7 @@ def _leased(directory: Path) -> tuple[Path, int]:
 
 
 def _lock(path: Path, flags: int) -> int | None:
-    """The open and locked lock file of ``path``; None where another process has it, or has removed it."""
+    """Open and lock the lock file of ``path``; None if another process holds it or has removed it."""
     try:
         number = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
     except (FileExistsError, FileNotFoundError):
@@ -106,9 +106,9 @@ def _lock(path: Path, flags: int) -> int | None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a sub-directory whose lock is held; the lock last, and nothing that is not ours."""
+    """Remove a sub-directory whose lock is held: the lock last, and no files of others."""
     for name in (DATA, LOCK):
         with suppress(OSError):
             os.unlink(path / name)
-    with suppress(OSError):  # somebody has just put a lock file in it, who removes it then
+    with suppress(OSError):  # another process has just put a lock file in it, and removes it then
         os.rmdir(path)

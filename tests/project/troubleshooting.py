@@ -1,0 +1,79 @@
+"""docs/troubleshooting.md shows the messages of errors by their codes, from the source: so page and message stay alike.
+
+An entry is a line with the code and a fence with the message:
+
+    `join-nested`
+
+    ```text
+    engine.join() inside another engine's join() would deadlock: …
+    ```
+
+`python -m tests.project.troubleshooting` writes the fences. A fence without a code quotes a warning or another text.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "troubleshooting.md"
+ENTRY = re.compile(r"^`([a-z0-9]+(?:-[a-z0-9]+)+)`\n\n```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SHOWN = 200
+"""Characters of a message that the page shows, at most; the rest is in the message itself."""
+
+
+def message_of(node: ast.expr) -> str:
+    """The text of an error's first argument, with … for each value."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.JoinedStr(values=parts):
+            return "".join(map(message_of, parts))
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return message_of(left) + message_of(right)
+    return "…"
+
+
+def coded(source: str) -> Iterator[tuple[str, str]]:
+    """The code and the message of every error with a code in a file."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and node.args:
+            for keyword in node.keywords:
+                if keyword.arg == "code" and isinstance(keyword.value, ast.Constant):
+                    yield str(keyword.value.value), " ".join(message_of(node.args[0]).split())
+
+
+def messages() -> dict[str, list[str]]:
+    """Code → its messages, in the whole package."""
+    found: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "shardengine").rglob("*.py")):
+        for code, message in coded(path.read_text(encoding="utf-8")):
+            found.setdefault(code, []).append(message)
+    return found
+
+
+def shown(message: str) -> str:
+    """``message`` as the page has it: whole words of its first ``SHOWN`` characters, in lines."""
+    short = textwrap.shorten(message, SHOWN, placeholder=" …")
+    return "\n".join(textwrap.wrap(short, 118)) + "\n"
+
+
+def written(page: str) -> str:
+    """The page with the fences of all codes as the source has them. KeyError for a code that no error has."""
+    known = messages()
+
+    def fence(entry: re.Match[str]) -> str:
+        code, old = entry.groups()
+        texts = [shown(message) for message in known[code]]
+        return f"`{code}`\n\n```text\n{old if old in texts else texts[0]}```"
+
+    return ENTRY.sub(fence, page)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    print(f"written to {PAGE}")
