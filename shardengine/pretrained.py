@@ -50,7 +50,9 @@ def load_pretrained(
     ``from_pretrained`` raises for a place without a model is raised as it is.
     """
     for each in options.keys() & _NOT_HERE.keys():
-        raise UsageError(f"load_pretrained: expected no {each}=: {_NOT_HERE[each]}")
+        raise UsageError(
+            f"load_pretrained: expected no {each}=: {_NOT_HERE[each]}", code="load-pretrained-option-unsupported"
+        )
     given = {key: options.pop(key) for key in _OF_INITIALIZE if key in options}
     if dtype is not None:
         options["dtype"] = dtype
@@ -69,7 +71,9 @@ def _make(name: str | Path, model_class: Any, options: dict[str, Any]) -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise UsageError(f"load_pretrained: expected transformers to be installed: {error}") from None
+        raise UsageError(
+            f"load_pretrained: expected transformers to be installed: {error}", code="package-not-installed"
+        ) from None
     if model_class is None:
         found = transformers.AutoConfig.from_pretrained(name, **_for_config(options))
         classes = getattr(found, "architectures", None) or ["nothing"]
@@ -77,10 +81,14 @@ def _make(name: str | Path, model_class: Any, options: dict[str, Any]) -> Any:
         if model_class is None:
             raise UsageError(
                 f"load_pretrained: expected model_class=, the configuration of {name} names {classes[0]}, which is no "
-                "class of transformers"
+                "class of transformers",
+                code="load-pretrained-class-unknown",
             )
     if not hasattr(model_class, "from_pretrained"):
-        raise UsageError(f"load_pretrained: expected model_class= with from_pretrained, got {model_class!r}")
+        raise UsageError(
+            f"load_pretrained: expected model_class= with from_pretrained, got {model_class!r}",
+            code="load-pretrained-class-invalid",
+        )
     with meta_init():
         return model_class.from_pretrained(name, **options)
 

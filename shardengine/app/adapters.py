@@ -55,14 +55,15 @@ def parse(text: str) -> Lora:
         if not equals or key not in readers:
             raise UsageError(
                 f"--lora {text}: {part.strip() or 'nothing'!r} between the commas; expected {', '.join(readers)}, each "
-                f"with its value: {_FORM}"
+                f"with its value: {_FORM}",
+                code="lora-option-unknown",
             )
         if key in values:
-            raise UsageError(f"--lora {text}: {key} is there twice")
+            raise UsageError(f"--lora {text}: {key} is there twice", code="lora-option-twice")
         try:
             values[key] = readers[key](value)
         except ValueError as error:
-            raise UsageError(f"--lora {text}: {key}={value}: expected {error}") from None
+            raise UsageError(f"--lora {text}: {key}={value}: expected {error}", code="lora-value-invalid") from None
     rank = values.setdefault("r", Lora.r)
     values.setdefault("alpha", 2.0 * rank)
     return Lora(**values)
@@ -122,7 +123,8 @@ def attach(model: Any, lora: Lora) -> Any:
         if name != ALL_LINEAR and not any(_is_named(module, name) for module, _ in model.named_modules()):
             raise UsageError(
                 f"--lora targets={'+'.join(lora.targets)}: no module of {_class(model)} is called {name}; expected "
-                f"{ALL_LINEAR}, or names out of {_few(linear)}"
+                f"{ALL_LINEAR}, or names out of {_few(linear)}",
+                code="lora-target-unknown",
             )
     targets: Any = ALL_LINEAR if lora.targets == (ALL_LINEAR,) else list(lora.targets) or None
     config = peft.LoraConfig(
@@ -144,9 +146,12 @@ def attach(model: Any, lora: Lora) -> Any:
         if targets is None:
             raise UsageError(
                 f"--lora: peft knows no targets for {_class(model)}; expected targets={ALL_LINEAR}, or names out of "
-                f"{_few(linear)}"
+                f"{_few(linear)}",
+                code="lora-targets-needed",
             ) from None
-        raise UsageError(f"--lora targets={'+'.join(lora.targets)}: {_first_line(error)}") from None
+        raise UsageError(
+            f"--lora targets={'+'.join(lora.targets)}: {_first_line(error)}", code="lora-targets-refused"
+        ) from None
 
 
 def check(model: str, lora: Lora) -> None:

@@ -46,7 +46,10 @@ class Chat:
         for first, end in turns:
             labels[first:end] = tokens[first:end]
         if all(label == IGNORED for label in labels[1:]):  # nothing predicts the first token
-            raise UsageError(f"{where}: the assistant says nothing in it that could be learnt; leave the line out")
+            raise UsageError(
+                f"{where}: the assistant says nothing in it that could be learnt; leave the line out",
+                code="data-nothing-to-learn",
+            )
         return tokens, labels
 
     def _template(self, messages: Sequence[jsonl.Message], tools: list[Any] | None, where: str) -> str:
@@ -55,7 +58,8 @@ class Chat:
         except ValueError:
             raise UsageError(
                 f"{where}: has messages, and the tokenizer has no chat template to write them with: expected one in "
-                "the model's directory (chat_template.jinja), or rows of prompt and completion"
+                "the model's directory (chat_template.jinja), or rows of prompt and completion",
+                code="tokenizer-without-chat-template",
             ) from None
 
     def _marked(
@@ -67,7 +71,8 @@ class Chat:
         if not self._tokenizer.is_fast:
             raise UsageError(
                 f"{where}: expected a fast tokenizer, which knows the place of each token in the text, to use the "
-                "{% generation %} of its chat template"
+                "{% generation %} of its chat template",
+                code="tokenizer-not-fast",
             )
         with _Rejected(where):
             texts, spans = render_jinja_template(
@@ -111,14 +116,16 @@ class Chat:
         if not messages:
             raise UsageError(
                 f"{where}: the conversation begins with the assistant, so that nothing says where its header ends and "
-                f"its words begin; {_HINT}, or leave the line out"
+                f"its words begin; {_HINT}, or leave the line out",
+                code="data-conversation-begins-with-assistant",
             )
         with _Rejected(f"{where}: the {part} alone"):
             tokens = self._tokens(messages, tools, header=not answered)
         if whole[: len(tokens)] != tokens:
             raise UsageError(
                 f"{where}: the tokens of the {part} are not the first tokens of the whole conversation, so that "
-                f"nothing says which of them the assistant made; {_HINT}, or leave the line out"
+                f"nothing says which of them the assistant made; {_HINT}, or leave the line out",
+                code="tokenizer-chat-template-not-prefix",
             )
         return len(tokens)
 
@@ -141,4 +148,7 @@ class _Rejected:
 
         if isinstance(error, TemplateError | ValueError | TypeError | KeyError | AttributeError):
             reason = str(error) or type(error).__name__
-            raise UsageError(f"{self._where}: the tokenizer's chat template rejects it: {reason}") from None
+            raise UsageError(
+                f"{self._where}: the tokenizer's chat template rejects it: {reason}",
+                code="data-refused-by-chat-template",
+            ) from None

@@ -94,7 +94,10 @@ def _run(options: argparse.Namespace) -> int:
     command = options.module or options.script
     try:
         if not options.as_deepspeed or not command:
-            raise UsageError("expected --as-deepspeed, and then SCRIPT or -m MODULE with its own arguments")
+            raise UsageError(
+                "expected --as-deepspeed, and then SCRIPT or -m MODULE with its own arguments",
+                code="run-without-script",
+            )
         file = None if options.module else script.find(command[0])
         script.prepare(children=options.children)
     except UsageError as error:
@@ -146,7 +149,7 @@ def _config(options: argparse.Namespace) -> int:
         print(json.dumps(json_schema(), indent=2))
         return 0
     if options.file is None:
-        raise UsageError("expected a config file, or --schema")
+        raise UsageError("expected a config file, or --schema", code="config-missing")
     config = load_config(_source(options, options.file))
     if options.ranks is not None:
         config = config.resolve_batch(options.ranks)

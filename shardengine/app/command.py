@@ -125,7 +125,8 @@ def _check_lora(settings: Settings) -> None:
     if settings.init == FROM_CONFIG:
         raise UsageError(
             f"--lora with --init {FROM_CONFIG}: expected a base model that is kept, because adapters alone are trained "
-            "and written; leave one of them out"
+            "and written; leave one of them out",
+            code="lora-without-base-weights",
         )
 
 
@@ -133,18 +134,25 @@ def _check_restarts(options: argparse.Namespace, settings: Settings, inside: boo
     if not options.max_restarts:
         return
     if inside:
-        raise UsageError(f"--max-restarts {options.max_restarts}: a launcher starts the ranks; give it to torchrun")
+        raise UsageError(
+            f"--max-restarts {options.max_restarts}: a launcher starts the ranks; give it to torchrun",
+            code="train-restarts-under-launcher",
+        )
     if not settings.save_every:
         raise UsageError(
             f"--max-restarts {options.max_restarts}: expected --save-every as well, because ranks that died resume "
-            "from the last checkpoint"
+            "from the last checkpoint",
+            code="train-restarts-without-saving",
         )
 
 
 def _settings(options: argparse.Namespace) -> Settings:
     """Return the settings of a new run. ``output`` is only the requested name: the directory is not made yet."""
     if options.config is None:
-        raise UsageError("expected --config FILE, or the name of a recipe (for example --config demo), or --resume DIR")
+        raise UsageError(
+            "expected --config FILE, or the name of a recipe (for example --config demo), or --resume DIR",
+            code="config-missing",
+        )
     steps = options.steps or DEFAULT_STEPS
     return Settings(
         config=sources.find(options.config),
@@ -172,16 +180,22 @@ def _ranks(wanted: int | None, inside: bool, before: int | None) -> int:
     """Return the number of ranks. before: that of the run to resume."""
     if not inside:
         if wanted is not None and wanted > MAX_RANKS:
-            raise UsageError(f"--ranks {wanted}: expected at most {MAX_RANKS} ranks on one machine")
+            raise UsageError(
+                f"--ranks {wanted}: expected at most {MAX_RANKS} ranks on one machine", code="train-ranks-too-many"
+            )
         ranks = wanted or before or default_ranks()
         if devices.count() and (few := devices.too_few(ranks)):
             raise UsageError(
-                f"--ranks {ranks}: expected a GPU for each, but {few}; {devices.WISH}=cpu trains on the CPU"
+                f"--ranks {ranks}: expected a GPU for each, but {few}; {devices.WISH}=cpu trains on the CPU",
+                code="launch-too-few-gpus",
             )
         return ranks
     there = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
     if wanted is not None and wanted != there:
-        raise UsageError(f"--ranks {wanted}: the launcher has started {there}; leave --ranks out under a launcher")
+        raise UsageError(
+            f"--ranks {wanted}: the launcher has started {there}; leave --ranks out under a launcher",
+            code="train-ranks-under-launcher",
+        )
     return there
 
 
@@ -241,7 +255,9 @@ def _check_loads(model: str) -> None:
         AutoConfig.from_pretrained(model)
         AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError, ImportError) as error:
-        raise UsageError(f"--model {model}: expected a Hugging Face causal LM with its tokenizer: {error}") from None
+        raise UsageError(
+            f"--model {model}: expected a Hugging Face causal LM with its tokenizer: {error}", code="model-not-loadable"
+        ) from None
 
 
 def _torchrun(settings: Settings, ranks: int, control: Path, name: str) -> RankFailure | None:
@@ -279,7 +295,7 @@ def _torchrun(settings: Settings, ranks: int, control: Path, name: str) -> RankF
 def _explain(dead: RankFailure, settings: Settings, note: str) -> int:
     """Print the failing rank's traceback, or how a rank died that could not report an error; return the exit code."""
     if dead.is_usage and dead.trace:
-        raise UsageError(dead.message)
+        raise UsageError(dead.message, code="train-error-on-rank")
     print(dead.text, *([note] if note else []), sep="\n", file=sys.stderr)
     print(f"what was written so far is in {settings.output}{resume.hint(settings.output)}", file=sys.stderr)
     return 1

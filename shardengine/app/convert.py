@@ -22,7 +22,10 @@ def run_import(options: argparse.Namespace) -> int:
         foreign = read(Path(options.source), options.form, options.tag, options.buffer)
         tag = directory.tag_of(foreign.global_steps)
         if (Path(options.out) / tag).exists():
-            raise UsageError(f"{Path(options.out) / tag} is there already: expected a directory without it")
+            raise UsageError(
+                f"{Path(options.out) / tag} is there already: expected a directory without it",
+                code="import-target-exists",
+            )
         place = writing.write(foreign, options.out, tag)
     except CheckpointError as error:
         print(f"shardengine import: {error}", file=sys.stderr)
@@ -34,19 +37,23 @@ def run_import(options: argparse.Namespace) -> int:
 def read(source: Path, form: str | None, tag: str | None, buffers: list[str]) -> Foreign:
     """Read the checkpoint ``tag`` of ``source``. form: "deepspeed" or "dcp"; None: recognised by its files."""
     if not source.is_dir():
-        raise UsageError(f"{source}: expected a directory with a checkpoint")
+        raise UsageError(f"{source}: expected a directory with a checkpoint", code="import-not-a-folder")
     place = source if tag is None else source / tag
     if form is None:
         form = "dcp" if dcp.recognises(place) else "deepspeed" if deepspeed.recognises(source) else None
     if form is None:
         raise UsageError(
             f"{place}: expected a checkpoint of DeepSpeed (files *_model_states.pt) or of torch.distributed.checkpoint "
-            f"({dcp_files.METADATA}), there are neither"
+            f"({dcp_files.METADATA}), there are neither",
+            code="import-format-unknown",
         )
     if form == "dcp":
         return dcp.read(place, buffers)
     if buffers:
-        raise UsageError("--buffer is for checkpoints of torch.distributed.checkpoint; DeepSpeed's name their buffers")
+        raise UsageError(
+            "--buffer is for checkpoints of torch.distributed.checkpoint; DeepSpeed's name their buffers",
+            code="import-buffer-not-used",
+        )
     return deepspeed.read(source, tag)
 
 

@@ -58,7 +58,10 @@ def default_model(cache: Path) -> Path:
         cache.mkdir(parents=True, exist_ok=True)
         building = Path(tempfile.mkdtemp(prefix="building-", dir=cache))
     except OSError as error:
-        raise UsageError(f"cannot keep the default model in {cache}: {error.strerror}; choose --model-cache") from None
+        raise UsageError(
+            f"cannot keep the default model in {cache}: {error.strerror}; choose --model-cache",
+            code="train-model-cache-unwritable",
+        ) from None
     try:
         _build(training, building)
         building.chmod(0o755)

@@ -35,7 +35,10 @@ def run(options: argparse.Namespace) -> int:
     _check_together(options)
     tokenizer = None if options.tokenizer is None else Path(options.tokenizer)
     if tokenizer is not None and not hugging_face.tokenizer_files(tokenizer):
-        raise UsageError(f"--tokenizer {tokenizer}: expected a directory with a tokenizer's files, found none of them")
+        raise UsageError(
+            f"--tokenizer {tokenizer}: expected a directory with a tokenizer's files, found none of them",
+            code="export-tokenizer-not-found",
+        )
     place, lost = (found, "") if isinstance(found, Path) else choose(found)
     try:
         if isinstance(found, Path):
@@ -46,10 +49,10 @@ def run(options: argparse.Namespace) -> int:
         folder = place.parent
         others = [tag for tag in directory.present(folder) if directory.place_of(folder, tag) != place]
         offer = f"; there are also: {', '.join(others[:8])}" if others else ""
-        raise CheckpointError(f"{error}{offer}") from error
+        raise CheckpointError(f"{error}{offer}", code="export-checkpoint-unreadable") from error
     except OSError as error:  # of writing: errors of reading are CheckpointErrors
         text = f"{out}: could not be written: {error.strerror or error}; nothing is left there"
-        raise CheckpointError(text) from error
+        raise CheckpointError(text, code="export-not-written") from error
     files = [path for path in sorted(out.rglob("*")) if path.is_file()]
     print(f"{place} → {out}: {len(files)} file(s), {show_bytes(sum(path.stat().st_size for path in files))}")
     for path in files:
@@ -77,7 +80,8 @@ def _find(options: argparse.Namespace) -> Found | Path:
             within = "" if options.adapter in (None, "default") else f"{options.adapter}/"
             raise UsageError(
                 f"{error}; and --merge found no adapter either: neither {within}{merging.CONFIG} nor "
-                f"{MODEL}/{within}{merging.CONFIG} is in it"
+                f"{MODEL}/{within}{merging.CONFIG} is in it",
+                code="export-no-checkpoint-or-adapter",
             ) from None
         return folder
 
@@ -86,19 +90,25 @@ def _check_together(options: argparse.Namespace) -> None:
     """UsageError for an option that the format does not use."""
     if options.ema and options.format == "dcp":
         raise UsageError(
-            "--ema goes with --format hf or safetensors, got --format dcp, which has the optimizer's state"
+            "--ema goes with --format hf or safetensors, got --format dcp, which has the optimizer's state",
+            code="export-option-not-for-format",
         )
     used = {"hf": set(_OF_FORMATS), "safetensors": {"max_shard_size"}, "dcp": set()}
     for name in _OF_FORMATS:
         if getattr(options, name) not in (None, False) and name not in used[options.format]:
             formats = " or ".join(form for form, names in used.items() if name in names)
-            raise UsageError(f"--{name.replace('_', '-')} goes with --format {formats}, got --format {options.format}")
+            raise UsageError(
+                f"--{name.replace('_', '-')} goes with --format {formats}, got --format {options.format}",
+                code="export-option-not-for-format",
+            )
     if options.base is not None and not options.merge:
-        raise UsageError("--base goes with --merge: without it no base model is read")
+        raise UsageError("--base goes with --merge: without it no base model is read", code="export-base-without-merge")
     if options.merge:
         require("transformers", "peft", extra="lora", what="--merge")
         if options.config is not None:
-            raise UsageError("--config: with --merge the config is the base model's own")
+            raise UsageError(
+                "--config: with --merge the config is the base model's own", code="export-config-with-merge"
+            )
 
 
 def _write(options: argparse.Namespace, place: Path, out: Path, tokenizer: Path | None) -> list[str]:
@@ -118,7 +128,10 @@ def _write(options: argparse.Namespace, place: Path, out: Path, tokenizer: Path 
         elif options.adapter is not None or hugging_face.has_adapters(stored):
             for name in ("--config", "--max-shard-size"):
                 if getattr(options, name[2:].replace("-", "_")) is not None:
-                    raise UsageError(f"{name}: the output is one file of adapters, which has no use for it")
+                    raise UsageError(
+                        f"{name}: the output is one file of adapters, which has no use for it",
+                        code="export-option-with-adapters",
+                    )
             notes = hugging_face.write_adapters(stored, work, dtype=dtype, adapter=options.adapter)
         else:
             notes = hugging_face.write(stored, work, dtype=dtype, largest=largest, model=model)
@@ -137,7 +150,10 @@ def _merge_saved(options: argparse.Namespace, folder: Path, out: Path, tokenizer
     from shardengine.app import merging
 
     if options.ema:
-        raise UsageError(f"--ema: expected a checkpoint, an adapter's directory ({folder}) has no averages")
+        raise UsageError(
+            f"--ema: expected a checkpoint, an adapter's directory ({folder}) has no averages",
+            code="export-ema-of-adapter",
+        )
     dtype = DTYPES[options.dtype] if options.dtype is not None else None
     largest = parse_size("--max-shard-size", options.max_shard_size or LARGEST_FILE)
     with new_directory(out) as work:
@@ -155,7 +171,8 @@ def _merge(
 
     if not hugging_face.has_adapters(stored):
         raise UsageError(
-            f"--merge: expected a checkpoint of a peft model, {stored.place} has no adapters; leave it out"
+            f"--merge: expected a checkpoint of a peft model, {stored.place} has no adapters; leave it out",
+            code="export-merge-without-adapters",
         )
     return merging.write(stored, work, dtype=dtype, largest=largest, adapter=options.adapter, base=options.base)
 
@@ -178,5 +195,5 @@ def parse_size(option: str, text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     unit = _UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None or not 1 <= float(match[1]) * unit < math.inf:
-        raise UsageError(f"{option} {text[:80]}: expected a size such as 5GB, 500MB or 2GiB")
+        raise UsageError(f"{option} {text[:80]}: expected a size such as 5GB, 500MB or 2GiB", code="size-unreadable")
     return int(float(match[1]) * unit)

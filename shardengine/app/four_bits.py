@@ -36,7 +36,10 @@ def is_quantised(config: Any) -> bool:
 def refuse_quantised(config: Any, name: str) -> None:
     """UsageError if the files of the model ``name`` are quantised already."""
     if is_quantised(config):
-        raise UsageError(f"--lora bits=4: the files of {name} are quantised already; leave bits=4 out")
+        raise UsageError(
+            f"--lora bits=4: the files of {name} are quantised already; leave bits=4 out",
+            code="lora-base-already-quantised",
+        )
 
 
 def load(name: str, dtype: torch.dtype, device: torch.device) -> Any:

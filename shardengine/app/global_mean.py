@@ -44,7 +44,8 @@ def fetch(batches: Iterator[Batch], count: int, rank_sums: RankSums) -> GlobalBa
     if not total:
         raise UsageError(
             "no token of this optimizer step is to be learnt, on any rank: every label is masked (-100) or the first "
-            "of its row; expected at least one. Leave such rows out of the data"
+            "of its row; expected at least one. Leave such rows out of the data",
+            code="train-step-without-labels",
         )
     weights = [each * rank_sums.mesh.ranks * count / total for each in valid]
     return GlobalBatch([_predictable(batch) for batch in mine], weights, int(all_tokens))

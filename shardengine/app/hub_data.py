@@ -34,7 +34,8 @@ def read(data: str, option: str = "--data") -> list[jsonl.JsonRow]:
     except ImportError:
         raise UsageError(
             f"{option} {data}: no such file is there; to read a dataset of the Hub, install its package: "
-            "pip install datasets"
+            "pip install datasets",
+            code="data-hub-not-installed",
         ) from None
     path, _, split = data.partition(":")
     organisation, name, *variant = path.split("/")
@@ -43,19 +44,22 @@ def read(data: str, option: str = "--data") -> list[jsonl.JsonRow]:
     except Exception as error:  # errors of `datasets`, the network or files: all are reported
         raise UsageError(
             f"{option} {data}: expected a file, or a dataset of the Hub with the split {split or 'train'}: "
-            f"{type(error).__name__}: {' '.join(str(error).split())[:_LONGEST_REASON]}"
+            f"{type(error).__name__}: {' '.join(str(error).split())[:_LONGEST_REASON]}",
+            code="data-hub-not-loadable",
         ) from None
     columns = set(found.column_names)
     form = next((form for form in reversed(jsonl.FORMS) if columns.issuperset(form)), None)
     if form is None:
-        raise UsageError(f"{option} {data}: has the columns {', '.join(sorted(columns))}; {jsonl.EXPECTED}")
+        raise UsageError(
+            f"{option} {data}: has the columns {', '.join(sorted(columns))}; {jsonl.EXPECTED}", code="data-form-unknown"
+        )
     kept = (*form, "tools") if form == ("messages",) and "tools" in columns else form
     rows = [
         jsonl.row_of({key: _plain(row[key]) for key in kept}, number, f"{option} {data}, row {number}")
         for number, row in enumerate(found, 1)
     ]
     if not rows:
-        raise UsageError(f"{option} {data}: is empty; {jsonl.EXPECTED}")
+        raise UsageError(f"{option} {data}: is empty; {jsonl.EXPECTED}", code="data-empty")
     return rows
 
 

@@ -49,14 +49,16 @@ def run(options: argparse.Namespace) -> int:
     method = _ask(options.method, "--method", f"method ({', '.join(METHODS)})", LORA)
     said = _ask(options.length and str(options.length), "--length", "tokens of a sample", "2048")
     if not said.isdecimal() or int(said) < 1:
-        raise UsageError(f"--length {said}: expected an integer >= 1")
+        raise UsageError(f"--length {said}: expected an integer >= 1", code="length-invalid")
     length = int(said)
     if method not in METHODS:
-        raise UsageError(f"--method {method}: expected one of {', '.join(METHODS)}")
+        raise UsageError(f"--method {method}: expected one of {', '.join(METHODS)}", code="init-method-unknown")
     hardware = Hardware.parse(gpus, host_memory=options.host_memory, nvme=options.nvme)
     file = Path(options.output or f"my-{method}-{'-'.join(gpus.lower().split()).removesuffix('gb').rstrip('-')}.json")
     if file.exists() or not file.absolute().parent.is_dir():
-        raise UsageError(f"--output {file}: expected the name of a new file in a directory that is there")
+        raise UsageError(
+            f"--output {file}: expected the name of a new file in a directory that is there", code="init-output-not-new"
+        )
     check_model(model)
     lora = _LORA_KEYS.get(method)
     if lora is not None:
@@ -119,7 +121,7 @@ def _ask(given: str | None, option: str, question: str, default: str | None = No
         with suppress(EOFError):
             answer = input(f"{question}{f' [{default}]' if default else ''}: ").strip()
     if not (answer or default):
-        raise UsageError(f"expected {option}: {question}")
+        raise UsageError(f"expected {option}: {question}", code="init-answer-missing")
     return answer or str(default)
 
 

@@ -25,7 +25,10 @@ def run(options: argparse.Namespace) -> int:
     if found.checkpoint is not None:
         facts = examine(found.checkpoint)
         if facts is None:
-            raise UsageError(f"{found.checkpoint}: it was removed or replaced while it was read")
+            raise UsageError(
+                f"{found.checkpoint}: it was removed or replaced while it was read",
+                code="checkpoint-changed-while-read",
+            )
         print(json.dumps(facts, indent=2) if options.json else _text(facts))
         return 0 if facts["whole"] else 1
     assert found.folder is not None

@@ -58,7 +58,7 @@ def settle(options: argparse.Namespace, settings: Settings, rank_sums: RankSums,
     if "error" in found:
         if rank_sums.rank:
             raise SystemExit(2)  # rank 0 says why
-        raise UsageError(found["error"])
+        raise UsageError(found["error"], code="train-output-not-settled")
     place = {**found, "output": Path(found["output"])}
     if found["again"] and settings.resume is None:
         if found["resume"] is None:

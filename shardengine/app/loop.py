@@ -196,7 +196,8 @@ def load_model(
     if settings.packing == APART and values and (reason := packing.leaks(small := packing.small(config))):
         raise UsageError(
             f"--packing {APART}: {type(small).__name__} cannot keep the documents of a row apart, because {reason}; "
-            "leave --packing out"
+            "leave --packing out",
+            code="packing-documents-not-apart",
         )
     return tokenizer, model
 
@@ -230,7 +231,8 @@ def _make(
     if len(tokenizer) > rows:
         raise UsageError(
             f"--model {name}: its tokenizer has {len(tokenizer)} tokens, its embedding only {rows} rows; "
-            "expected a row for every token"
+            "expected a row for every token",
+            code="tokenizer-beyond-embedding",
         )
     if settings.lora is not None:
         torch.manual_seed(seed)
@@ -247,7 +249,8 @@ def load_data(settings: Settings, tokenizer: Any, model: Any) -> data.TokenBlock
     if settings.length > positions and settings.length != DEFAULT_LENGTH and settings.resume is None:
         raise UsageError(
             f"--length {settings.length}: {type(model).__name__} has {positions} positions; expected --length "
-            f"{positions} or less"
+            f"{positions} or less",
+            code="length-beyond-positions",
         )
     length = min(settings.length, positions)
     return reading.load_blocks(

@@ -52,13 +52,15 @@ def write(
     found = adapters.configs(stored, adapter)
     if len(found) != 1:
         raise UsageError(
-            f"--merge: {stored.place} has {len(found)} adapters ({', '.join(found)}); choose one with --adapter NAME"
+            f"--merge: {stored.place} has {len(found)} adapters ({', '.join(found)}); choose one with --adapter NAME",
+            code="export-merge-several-adapters",
         )
     ((name, config),) = found.items()
     place = base or config.get("base_model_name_or_path")
     if not place:
         raise UsageError(
-            f"--merge: {stored.place} does not say which base model its adapters belong to; name --base DIR"
+            f"--merge: {stored.place} does not say which base model its adapters belong to; name --base DIR",
+            code="export-merge-base-unknown",
         )
     with tempfile.TemporaryDirectory() as folder:
         hugging_face.write_adapters(stored, Path(folder), dtype=torch.float32, adapter=name)
@@ -89,7 +91,10 @@ def write_saved(
     config, weights = _config(folder), _read(folder)
     place = str(base or config.get("base_model_name_or_path") or "")
     if not place:
-        raise UsageError(f"--merge: {folder} does not say which base model its adapter belongs to; name --base DIR")
+        raise UsageError(
+            f"--merge: {folder} does not say which base model its adapter belongs to; name --base DIR",
+            code="export-merge-base-unknown",
+        )
     named = (config.get("auto_mapping") or {}).get("base_model_class")
     revision = None if base else config.get("revision")
     chosen = named or _CLASSES.get(str(config.get("task_type")), "AutoModelForCausalLM")
@@ -103,10 +108,14 @@ def _config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UsageError(f"--merge: {folder / CONFIG} cannot be read: {error}") from None
+        raise UsageError(
+            f"--merge: {folder / CONFIG} cannot be read: {error}", code="export-merge-adapter-config-unreadable"
+        ) from None
     kind = config.get("peft_type") if isinstance(config, dict) else None
     if kind != "LORA":
-        raise UsageError(f"--merge: {folder}: its adapter is of type {kind}, expected LORA")
+        raise UsageError(
+            f"--merge: {folder}: its adapter is of type {kind}, expected LORA", code="export-adapter-not-lora"
+        )
     return dict(config)
 
 
@@ -119,7 +128,8 @@ def _read(folder: Path) -> dict[str, Tensor]:
         return load_file(folder / WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise UsageError(
-            f"--merge: {folder}: expected the adapter's weights in {WEIGHTS}, which cannot be read: {error}"
+            f"--merge: {folder}: expected the adapter's weights in {WEIGHTS}, which cannot be read: {error}",
+            code="export-merge-adapter-weights-unreadable",
         ) from None
 
 
@@ -147,7 +157,10 @@ def _adapted(folder: Path, class_name: str, base: str, name: str, *, revision: s
     try:
         model = kind.from_pretrained(base, dtype=torch.float32, **({"revision": revision} if revision else {}))
     except (OSError, ValueError) as error:
-        raise UsageError(f"--merge: the base model {base} cannot be loaded: {error}; name it with --base DIR") from None
+        raise UsageError(
+            f"--merge: the base model {base} cannot be loaded: {error}; name it with --base DIR",
+            code="export-merge-base-not-loadable",
+        ) from None
     weights = _read(folder)
     tables = {name: module for name, module in model.named_modules() if any(module is each for each in _tables(model))}
     with warnings.catch_warnings():
@@ -158,7 +171,10 @@ def _adapted(folder: Path, class_name: str, base: str, name: str, *, revision: s
             adapted = peft.PeftModel.from_pretrained(model, folder, adapter_name=name)
         except (RuntimeError, ValueError) as error:
             reason = " ".join(str(error).split())
-            raise UsageError(f"--merge: the adapters do not fit the base model {base}: {reason[:400]}") from None
+            raise UsageError(
+                f"--merge: the adapters do not fit the base model {base}: {reason[:400]}",
+                code="export-merge-adapter-unlike-base",
+            ) from None
         expected = peft.get_peft_model_state_dict(adapted, adapter_name=name, save_embedding_layers=False)
     more = [
         key for key in weights.keys() - expected.keys() if "lora_" in key or not any(_of(key, each) for each in tables)
@@ -168,7 +184,8 @@ def _adapted(folder: Path, class_name: str, base: str, name: str, *, revision: s
     ):
         raise UsageError(
             f"--merge: the adapters do not fit the base model {base}: {len(other)} of their tensors, {other[0]} among "
-            "them, are in one of the two alone; name the right base with --base DIR"
+            "them, are in one of the two alone; name the right base with --base DIR",
+            code="export-merge-adapter-unlike-base",
         )
     return adapted
 
@@ -231,5 +248,6 @@ def _require_same(stored: StoredCheckpoint, model: Any, base: str) -> None:
         more = f" and {len(other) - 4} more" if len(other) > 4 else ""
         raise UsageError(
             f"--merge: {base} is not the base model that the adapters were trained with: {', '.join(other[:4])}{more} "
-            "are other weights; name the right one with --base DIR"
+            "are other weights; name the right one with --base DIR",
+            code="export-merge-wrong-base",
         )

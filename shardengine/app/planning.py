@@ -105,9 +105,14 @@ def _source(options: argparse.Namespace) -> sources.Source:
 
 def _check_plot(path: Path) -> None:
     if find_spec("matplotlib") is None:
-        raise UsageError("--plot: expected matplotlib to be installed: pip install 'shardengine[plot]'")
+        raise UsageError(
+            "--plot: expected matplotlib to be installed: pip install 'shardengine[plot]'", code="package-not-installed"
+        )
     if not path.absolute().parent.is_dir() or path.suffix not in (".png", ".svg", ".pdf"):
-        raise UsageError(f"--plot {path}: expected a .png, .svg or .pdf file in a directory that is there")
+        raise UsageError(
+            f"--plot {path}: expected a .png, .svg or .pdf file in a directory that is there",
+            code="plan-plot-file-invalid",
+        )
 
 
 def _choose(options: argparse.Namespace, hardware: Hardware, model: Callable[[], Any]) -> int:
@@ -115,11 +120,14 @@ def _choose(options: argparse.Namespace, hardware: Hardware, model: Callable[[],
     if options.micro_batch is not None:
         raise UsageError(
             f"--micro-batch {options.micro_batch} with --choose: expected one of the two, because --choose tries "
-            "micro-batches itself; train_batch_size in the config says how many samples a step has"
+            "micro-batches itself; train_batch_size in the config says how many samples a step has",
+            code="plan-choose-with-micro-batch",
         )
     target = None if options.write is None else Path(options.write)
     if target is not None and (target.is_dir() or not target.absolute().parent.is_dir()):
-        raise UsageError(f"--write {target}: expected a file in a directory that is there")
+        raise UsageError(
+            f"--write {target}: expected a file in a directory that is there", code="plan-write-file-invalid"
+        )
     base = read_base(_source(options))
     logging.getLogger("shardengine").setLevel(logging.ERROR)
     told = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
@@ -165,7 +173,8 @@ def model_of(place: str, lora: str | None, base: Mapping[str, Any], *, script: b
     except (OSError, ValueError) as error:
         raise UsageError(
             f"--model {place}: expected a folder with a config.json, that file, or the name of a model on the Hub "
-            f"({str(error).splitlines()[0]})"
+            f"({str(error).splitlines()[0]})",
+            code="model-not-found",
         ) from error
     names = getattr(config, "architectures", None) or []
     kind = getattr(transformers, names[0], None) if names else None
@@ -181,7 +190,9 @@ def model_of(place: str, lora: str | None, base: Mapping[str, Any], *, script: b
         try:
             model = kind(config) if kind is not None else transformers.AutoModelForCausalLM.from_config(config)
         except (ValueError, TypeError, KeyError) as error:
-            raise UsageError(f"--model {place}: the model refuses its config ({error})") from error
+            raise UsageError(
+                f"--model {place}: the model refuses its config ({error})", code="plan-model-config-refused"
+            ) from error
         model.train()
         if packed:
             four_bits.pack_without_values(model, saved)

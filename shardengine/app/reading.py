@@ -119,10 +119,14 @@ def _split(data: str, content: str | list[jsonl.JsonRow]) -> list[_TextPart]:
         return [_TextPart(_TRAINING, data, text, name) for text, name in zip(texts, names, strict=True)]
     cut = int(len(content) * (1 - corpus.VALIDATION_FRACTION))
     if not cut and content[0].form != _DOCUMENTS:
-        raise UsageError(f"--data {data}: has one example, expected at least two {_SHARE}, or --eval FILE")
+        raise UsageError(
+            f"--data {data}: has one example, expected at least two {_SHARE}, or --eval FILE",
+            code="data-too-small-to-split",
+        )
     if not cut:
         raise UsageError(
-            f"--data {data}: its training part is empty, it has one document {_SHARE}; bring more, or --eval FILE"
+            f"--data {data}: its training part is empty, it has one document {_SHARE}; bring more, or --eval FILE",
+            code="data-too-small-to-split",
         )
     limits = (None, MAX_VALIDATION_BLOCKS)
     lines = (content[:cut], content[cut:])
@@ -158,7 +162,10 @@ class _Maker:
         chosen = packing_asked or (JOINED if documents else NONE)
         if not _suits(part, chosen):
             what = 'lines of {"text": …}' if chosen == JOINED else "JSON lines, because a text is one document"
-            raise UsageError(f"--packing {chosen}: {part.where}: expected {what}; leave --packing out")
+            raise UsageError(
+                f"--packing {chosen}: {part.where}: expected {what}; leave --packing out",
+                code="packing-with-wrong-data",
+            )
         if chosen == JOINED:
             return _Made(self._joined(part))
         examples = [(self._example(part, row), row.line) for row in self._lines(part)]
@@ -180,7 +187,10 @@ class _Maker:
     def _lines(self, part: _TextPart) -> list[jsonl.JsonRow]:
         assert not isinstance(part.content, str)
         if self._end is None and part.form != _CONVERSATIONS:
-            raise UsageError(f"{part.where}: expected a tokenizer with an end-of-text token (eos_token), it has none")
+            raise UsageError(
+                f"{part.where}: expected a tokenizer with an end-of-text token (eos_token), it has none",
+                code="tokenizer-without-end-token",
+            )
         return part.content
 
     def _joined(self, part: _TextPart) -> Rows:
@@ -197,7 +207,9 @@ class _Maker:
             what = f"its {part.name} part" if part.name else "it"
             least = "two tokens" if part.whole else f"one block of {self._length} tokens"
             share = f" {_SHARE}" if part.name else ""
-            raise UsageError(f"{part.where}: {what} is shorter than {least}; bring more text{share}")
+            raise UsageError(
+                f"{part.where}: {what} is shorter than {least}; bring more text{share}", code="data-too-short"
+            )
         return Rows(blocks, blocks)
 
     def _example(self, part: _TextPart, row: jsonl.JsonRow) -> Example:
@@ -230,14 +242,16 @@ class _Maker:
                 what = "of its completion" if part.form != _CONVERSATIONS else "that the assistant says"
                 raise UsageError(
                     f"{part.where}, line {line}: nothing {what} fits: the prompt has {first} tokens, a row {length}; "
-                    "expected a shorter prompt (or a larger --length), or leave the line out (--too-long drop does)"
+                    "expected a shorter prompt (or a larger --length), or leave the line out (--too-long drop does)",
+                    code="data-prompt-too-long",
                 )
             kept.append((ids[:length], labels[:length]))
         if not kept:
             which = f"{part.name} part" if part.name else "lines"
             raise UsageError(
                 f"{part.where}: all {long} of its {which} are longer than {length} tokens, and --too-long drop leaves "
-                "them out; expected a larger --length, or --too-long truncate"
+                "them out; expected a larger --length, or --too-long truncate",
+                code="data-all-lines-too-long",
             )
         return (kept, 0, long) if too_long == DROP else (kept, long, 0)
 

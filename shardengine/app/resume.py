@@ -115,7 +115,8 @@ class Earlier:
             text = "\n  - ".join(problems)
             raise UsageError(
                 f"--resume {self.output}: these options contradict what the run was started with; leave them out:"
-                f"\n  - {text}"
+                f"\n  - {text}",
+                code="resume-options-contradict",
             )
         return Settings(
             config=self.output / CONFIG,
@@ -175,10 +176,13 @@ def read(place: str) -> Earlier:
         earlier = Earlier(output, checkpoint, **_read_run(output))
     except OSError as error:
         raise UsageError(
-            f"--resume {place}: expected the output directory of a run with --save-every: {RUN}: {error.strerror}"
+            f"--resume {place}: expected the output directory of a run with --save-every: {RUN}: {error.strerror}",
+            code="resume-not-a-run",
         ) from None
     except (ValueError, TypeError) as error:
-        raise UsageError(f"--resume {place}: {RUN} is damaged or of another version: {error}") from None
+        raise UsageError(
+            f"--resume {place}: {RUN} is damaged or of another version: {error}", code="resume-run-damaged"
+        ) from None
     return earlier
 
 
@@ -188,12 +192,14 @@ def require(output: Path, checkpoint: str) -> None:
         if not can_go_on(output):
             raise UsageError(
                 f"--resume {output}: expected a checkpoint in {FOLDER}, there is none; a run that ended before its "
-                "first checkpoint is started anew"
+                "first checkpoint is started anew",
+                code="resume-without-checkpoint",
             )
     elif not directory.place_of(output / FOLDER, checkpoint).is_dir():
         raise UsageError(
             f"--resume {output}: expected {Path(FOLDER) / checkpoint} in it, which is not there; there are: "
-            f"{', '.join(_saved(output)) or 'none'}"
+            f"{', '.join(_saved(output)) or 'none'}",
+            code="resume-checkpoint-not-found",
         )
 
 
@@ -313,7 +319,9 @@ class Checkpoints:
             checkpoint = self._engine.load_checkpoint(self._folder, tag)
         except CheckpointError as error:
             places = ", ".join(str(self._folder / other) for other in _saved(self._settings.output))
-            raise UsageError(f"{where}: {error}. --resume takes one of {places or 'no other'}") from error
+            raise UsageError(
+                f"{where}: {error}. --resume takes one of {places or 'no other'}", code="resume-checkpoint-not-loadable"
+            ) from error
         saved = checkpoint.client_state
         different = [
             f"{name}: {saved.get(name)} in the checkpoint, {value} now"
@@ -322,12 +330,15 @@ class Checkpoints:
         ]
         if different:
             text = "\n  - ".join(different)
-            raise UsageError(f"{where}: {checkpoint.tag} was made with something else:\n  - {text}")
+            raise UsageError(
+                f"{where}: {checkpoint.tag} was made with something else:\n  - {text}", code="resume-training-differs"
+            )
         if checkpoint.global_steps > self._settings.steps:
             option, asked = self._settings.duration
             raise UsageError(
                 f"{option} {asked}: {checkpoint.tag} has made {checkpoint.global_steps} steps already; expected at "
-                "least as many"
+                "least as many",
+                code="resume-steps-already-made",
             )
         return checkpoint
 
@@ -346,7 +357,8 @@ class Checkpoints:
                 self.close()
                 raise UsageError(
                     f"{self._settings.output}: another run is writing into it, or its ranks are about to end; wait for "
-                    "them" + (f" (this one did, for {patience:g} s)" if patience else "")
+                    "them" + (f" (this one did, for {patience:g} s)" if patience else ""),
+                    code="output-written-by-another",
                 ) from None
             except OSError:
                 pass  # a file system without locks

@@ -35,12 +35,16 @@ def find(name: str) -> str:
         return name
     found = shutil.which(name)
     if found is None:
-        raise UsageError(f"{name}: expected a Python file, or a command on the path that is one; there is neither")
+        raise UsageError(
+            f"{name}: expected a Python file, or a command on the path that is one; there is neither",
+            code="run-script-not-found",
+        )
     with open(found, "rb") as file:
         first = file.readline()
     if not (first.startswith(b"#!") and b"python" in first):
         raise UsageError(
-            f"{found}: expected a Python script (its first line #!... python), as accelerate and torchrun are"
+            f"{found}: expected a Python script (its first line #!... python), as accelerate and torchrun are",
+            code="run-script-not-python",
         )
     return found
 

@@ -162,7 +162,8 @@ def keep_batch(config: Config, ranks: int) -> Config:
             fitting = ", ".join(map(str, fitting_ranks(total, micro)))
             raise UsageError(
                 f"{ranks} ranks: the run steps on {total} samples, {micro} per rank and micro-batch, and keeps both; "
-                f"{total} is no multiple of {micro} * {ranks}. Expected one of these numbers of ranks: {fitting}"
+                f"{total} is no multiple of {micro} * {ranks}. Expected one of these numbers of ranks: {fitting}",
+                code="resume-ranks-do-not-divide",
             )
         given: dict[str, Source] = dict.fromkeys(TRIPLE, "file")
         accumulation = total // (micro * ranks)
@@ -184,7 +185,10 @@ def _complete(config: Config) -> Config:
 def check_trace(path: Path) -> Path:
     """Return ``path`` as absolute; UsageError unless a file can be written there."""
     if path.is_dir() or not path.resolve().parent.is_dir() or not os.access(path.resolve().parent, os.W_OK):
-        raise UsageError(f"--trace {path}: expected the name of a file in a directory that is there and can be written")
+        raise UsageError(
+            f"--trace {path}: expected the name of a file in a directory that is there and can be written",
+            code="trace-file-invalid",
+        )
     return path.resolve()
 
 
@@ -196,7 +200,8 @@ def require(*packages: str, extra: str, what: str = "this") -> None:
     missing = [package for package in packages if find_spec(package) is None]
     if missing:
         raise UsageError(
-            f"{what} needs {' and '.join(missing)}, which is not installed: pip install 'shardengine[{extra}]'"
+            f"{what} needs {' and '.join(missing)}, which is not installed: pip install 'shardengine[{extra}]'",
+            code="package-not-installed",
         )
 
 
@@ -213,7 +218,7 @@ def check_data(data: str, option: str = "--data") -> None:
     if data == BUILTIN:
         return
     if data.startswith("builtin:"):
-        raise UsageError(f"{option} {data}: expected a text file or {BUILTIN}")
+        raise UsageError(f"{option} {data}: expected a text file or {BUILTIN}", code="data-builtin-unknown")
     path = Path(data)
     if hub_data.is_name(data):
         hub_data.read(data, option)
@@ -221,20 +226,22 @@ def check_data(data: str, option: str = "--data") -> None:
     if not path.is_file():
         raise UsageError(
             f"{option} {data}: expected a text file, JSON lines, {BUILTIN} or a dataset of the Hub "
-            f"(ORGANISATION/NAME), found {_kind(path)}"
+            f"(ORGANISATION/NAME), found {_kind(path)}",
+            code="data-not-found",
         )
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise UsageError(
-            f"{option} {data}: expected UTF-8 text, byte {error.start} is not; convert it, for example with iconv"
+            f"{option} {data}: expected UTF-8 text, byte {error.start} is not; convert it, for example with iconv",
+            code="data-not-utf8",
         ) from None
     except OSError as error:
-        raise UsageError(f"{option} {data}: cannot be read: {error.strerror}") from None
+        raise UsageError(f"{option} {data}: cannot be read: {error.strerror}", code="data-unreadable") from None
     if jsonl.is_jsonl(data):
         jsonl.read(data, option)
     elif not text.strip():
-        raise UsageError(f"{option} {data}: is empty; expected UTF-8 text")
+        raise UsageError(f"{option} {data}: is empty; expected UTF-8 text", code="data-empty")
 
 
 def check_model(model: str | None) -> None:
@@ -246,7 +253,8 @@ def check_model(model: str | None) -> None:
     if is_path and not (path / "config.json").is_file():
         raise UsageError(
             f"--model {model}: expected a Hugging Face model (a directory with config.json, weights and tokenizer, or "
-            f"the name of a model on the Hub), found {_kind(path)}"
+            f"the name of a model on the Hub), found {_kind(path)}",
+            code="model-not-found",
         )
 
 
@@ -263,7 +271,8 @@ def reserve_output(wanted: str | None, config: Path) -> Path:
             if any(path.iterdir()):
                 raise UsageError(
                     f"--output {wanted} is not empty, and a run never overwrites another one: name a new directory, or "
-                    f"leave --output out (the next free directory under {_OUTPUT_ROOT}/ is taken)"
+                    f"leave --output out (the next free directory under {_OUTPUT_ROOT}/ is taken)",
+                    code="output-not-empty",
                 )
             return path
         _OUTPUT_ROOT.mkdir(exist_ok=True)
@@ -275,7 +284,8 @@ def reserve_output(wanted: str | None, config: Path) -> Path:
     except OSError as error:
         place = wanted or f"{_OUTPUT_ROOT}/"
         raise UsageError(
-            f"cannot make the output directory {place}: {error.strerror}; choose one with --output"
+            f"cannot make the output directory {place}: {error.strerror}; choose one with --output",
+            code="output-not-made",
         ) from None
 
 

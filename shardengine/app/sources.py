@@ -54,7 +54,8 @@ def find(text: str) -> Path:
     known = recipes()
     if text not in known:
         raise UsageError(
-            f"--config {text}: expected a file, or one of {', '.join(known)}; nearest is {nearest(text, known)}"
+            f"--config {text}: expected a file, or one of {', '.join(known)}; nearest is {nearest(text, known)}",
+            code="config-not-found",
         )
     return known[text]
 
@@ -79,7 +80,10 @@ def monitors(given: Sequence[str] | None) -> tuple[str, ...]:
     known = [each.name for each in fields(MonitorConfig)]
     for name in names:
         if name not in known:
-            raise UsageError(f"--log {name}: expected one of {', '.join(known)}; nearest is {nearest(name, known)}")
+            raise UsageError(
+                f"--log {name}: expected one of {', '.join(known)}; nearest is {nearest(name, known)}",
+                code="train-log-unknown",
+            )
     return tuple(f"{MONITOR}{name}.enabled=true" for name in dict.fromkeys(names))
 
 
@@ -114,7 +118,7 @@ def changed(path: Path, changes: Sequence[str]) -> Source:
         key, equals, value = change.partition("=")
         names = key.strip().split(".")
         if not equals or not all(names):
-            raise UsageError(f"--set {change}: {_FORM}")
+            raise UsageError(f"--set {change}: {_FORM}", code="config-set-unreadable")
         names = _as_written(tree, names)
         if key.strip() == LR:
             _check_rate(tree, value)
@@ -145,7 +149,10 @@ def _put(tree: dict[str, Any], names: Sequence[str], value: Any, change: str) ->
         node = node[name]
         if not isinstance(node, dict):
             where = ".".join(names[:place])
-            raise UsageError(f"--set {change}: expected {where} to be an object in the config, it is {node!r:.80}")
+            raise UsageError(
+                f"--set {change}: expected {where} to be an object in the config, it is {node!r:.80}",
+                code="config-set-not-an-object",
+            )
     node[names[-1]] = value
 
 
@@ -168,5 +175,6 @@ def _check_rate(tree: Mapping[str, Any], value: str) -> None:
         if params.get(name) is not None:
             key = f"scheduler.params.{name}"
             raise UsageError(
-                f"{LR} {value}: the scheduler of the config sets the rate, by {key}; expected --set {key}={value}"
+                f"{LR} {value}: the scheduler of the config sets the rate, by {key}; expected --set {key}={value}",
+                code="config-lr-set-by-scheduler",
             )

@@ -104,14 +104,19 @@ def check_free(out: Path) -> None:
     try:
         if (out.exists() or out.is_symlink()) and (not out.is_dir() or any(out.iterdir())):
             found = "a directory with something in it" if out.is_dir() else "a file"
-            raise UsageError(f"{wanted}, found {found}; nothing is overwritten")
+            raise UsageError(f"{wanted}, found {found}; nothing is overwritten", code="output-not-empty")
         if out.is_dir() and os.path.ismount(out):
-            raise UsageError(f"{wanted}, found the place of a mounted file system; name a new directory inside of it")
+            raise UsageError(
+                f"{wanted}, found the place of a mounted file system; name a new directory inside of it",
+                code="output-is-mount-point",
+            )
         above = next((place for place in out.absolute().parents if os.path.lexists(place)), None)
         if above is not None and not above.is_dir():
-            raise UsageError(f"{wanted}, but {above} is a file")
+            raise UsageError(f"{wanted}, but {above} is a file", code="output-below-a-file")
     except OSError as error:
-        raise UsageError(f"{str(out)[:200]}: expected a new or empty directory: {error.strerror}") from None
+        raise UsageError(
+            f"{str(out)[:200]}: expected a new or empty directory: {error.strerror}", code="output-not-accessible"
+        ) from None
 
 
 @contextmanager
@@ -155,7 +160,10 @@ def _locked(outer: Path, out: Path) -> int:
             continue  # the previous writer removed it
         try:
             if _try_to_lock(number) is False:
-                raise UsageError(f"{out}: another program is writing this very directory; wait for it")
+                raise UsageError(
+                    f"{out}: another program is writing this very directory; wait for it",
+                    code="output-written-by-another",
+                )
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(number), outer.stat()):
                     return number

@@ -64,7 +64,9 @@ class Background:
             if mesh.ranks > 1:
                 self._store = mesh.store()
                 if self._store is None:
-                    raise CheckpointError("async_save: expected the process group's store, there is none")
+                    raise CheckpointError(
+                        "async_save: expected the process group's store, there is none", code="save-async-without-store"
+                    )
                 # engines may share a mesh; every rank creates them in the same order
                 self._prefix = f"checkpoint/{self._store.add(f'checkpoint/engines/{mesh.rank}', 1)}"
             self._thread = ThreadPoolExecutor(1, "checkpoint")  # the process waits for it before it exits
@@ -90,7 +92,7 @@ class Background:
     def submit(self, write: Callable[[Meet], None], mesh: Mesh, largest: int) -> None:
         """Let the thread write the last copies of ``copy``. largest: bytes of the rank that has most."""
         if self._thread is None:
-            raise CheckpointError("async_save: expected copy() before submit()")
+            raise CheckpointError("async_save: expected copy() before submit()", code="save-submit-before-copy")
         self._count += 1
         self._memory.reverse()
         limit = mesh.timeout_s + largest / _SLOWEST_DISK
@@ -118,7 +120,9 @@ class Background:
             found.setdefault(number, text)
         self._told |= found.keys()  # a save that still runs here ends in the same failure
         if found:
-            failure = CheckpointError(f"an earlier save_checkpoint failed: {'; '.join(found.values())}")
+            failure = CheckpointError(
+                f"an earlier save_checkpoint failed: {'; '.join(found.values())}", code="save-earlier-failed"
+            )
             collectives.failures.mark_known(failure)  # all ranks raise it
             raise failure
 
@@ -168,11 +172,15 @@ class _ByStore:
             try:
                 verdict = self._verdict(self._store, what, "" if failure is None else str(failure) or repr(failure))
             except RuntimeError as error:  # the store's own: its host is gone
-                failure = failure or CheckpointError(f"{what}: no answer from rank 0 ({str(error).splitlines()[0]})")
+                failure = failure or CheckpointError(
+                    f"{what}: no answer from rank 0 ({str(error).splitlines()[0]})", code="save-rank-0-silent"
+                )
         if failure is not None:
             raise failure
         if verdict:
-            raise CheckpointError(f"{what} failed on {verdict} (this is rank {self._rank})")
+            raise CheckpointError(
+                f"{what} failed on {verdict} (this is rank {self._rank})", code="save-failed-on-other-rank"
+            )
 
     def _verdict(self, store: Store, what: str, mine: str) -> str:
         """Return the errors of all ranks as collected by rank 0; "" if there are none."""

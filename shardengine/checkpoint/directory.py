@@ -46,7 +46,8 @@ def check_tag(tag: str) -> str:
     if not isinstance(tag, str) or not _TAG.fullmatch(tag) or tag == LATEST or len(tag) > _MAX_TAG:
         raise UsageError(
             f"checkpoint tag {str(tag)[:_MAX_TAG]!r}: expected a plain name of at most {_MAX_TAG} letters, digits and "
-            ". _ + = - (and not 'latest')"
+            ". _ + = - (and not 'latest')",
+            code="checkpoint-tag-invalid",
         )
     return tag
 
@@ -54,7 +55,9 @@ def check_tag(tag: str) -> str:
 def check_folder(directory: str | Path) -> Path:
     """Return ``directory`` as a path; raise ``UsageError`` unless it is a path or a non-empty string."""
     if not isinstance(directory, str | Path) or not str(directory):
-        raise UsageError(f"directory of checkpoints: expected a path, got {directory!r}")
+        raise UsageError(
+            f"directory of checkpoints: expected a path, got {directory!r}", code="checkpoint-folder-not-a-path"
+        )
     return Path(directory)
 
 
@@ -126,7 +129,10 @@ def begin(directory: Path, tag: str) -> Path:
     with _ONE_AT_A_TIME:
         work = work_of(directory, tag)
         if work.absolute() in _under_way:
-            raise CheckpointError(f"{directory / tag} is being written by another engine: give it another tag")
+            raise CheckpointError(
+                f"{directory / tag} is being written by another engine: give it another tag",
+                code="checkpoint-tag-being-written",
+            )
         for left in _begins_with(directory, _WORK):
             if left.absolute() not in _under_way:
                 _remove(left)

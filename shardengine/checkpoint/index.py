@@ -59,17 +59,21 @@ def read(directory: Path) -> dict[str, Any]:
         _expect(whole.get("sha256") == _digest(index), "its checksum differs")
         if index.get("format") != FORMAT:
             raise CheckpointError(
-                f"checkpoint {directory}: format {index.get('format')!r}, this version reads {FORMAT}"
+                f"checkpoint {directory}: format {index.get('format')!r}, this version reads {FORMAT}",
+                code="checkpoint-format-unknown",
             )
         _check(index)
     except OSError as error:
         theirs = next(directory.glob("*_model_states.pt"), None) is not None
         cure = "; DeepSpeed has written it, `shardengine import` makes one of ours of it" if theirs else ""
-        raise CheckpointError(f"checkpoint {directory}: cannot read {INDEX}: {error.strerror}{cure}") from None
+        raise CheckpointError(
+            f"checkpoint {directory}: cannot read {INDEX}: {error.strerror}{cure}", code="checkpoint-index-unreadable"
+        ) from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"checkpoint {directory}: {INDEX} is damaged or not of shardengine ({str(error)[:200]}); load another "
-            "checkpoint"
+            "checkpoint",
+            code="checkpoint-damaged",
         ) from None
     return index
 

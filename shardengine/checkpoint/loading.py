@@ -104,7 +104,10 @@ def load(
     collectives, rank = core.collectives, core.mesh.rank
     core.step_state.require("a call of every rank", "load_checkpoint")
     if isinstance(without, str) or not set(without) <= _PARTS:
-        raise UsageError(f"load_checkpoint: expected without= a tuple of some of {sorted(_PARTS)}, got {without!r}")
+        raise UsageError(
+            f"load_checkpoint: expected without= a tuple of some of {sorted(_PARTS)}, got {without!r}",
+            code="load-without-unknown-part",
+        )
     counts, schedule = not weights_only, not weights_only and SCHEDULER not in without
     weights_only |= OPTIMIZER in without
     interrupted = _interrupted(engine, whole=strict and not weights_only)
@@ -170,12 +173,14 @@ def _interrupted(engine: Inspection, *, whole: bool) -> bool:
     if not (state.phase is Phase.LOST or state.quiet) and engine.world_size > 1:
         raise UsageError(
             "load_checkpoint after a step() that was interrupted in the middle of its update: call engine.reset() on "
-            f"every rank first, because collectives of rank {engine.rank} may still be under way"
+            f"every rank first, because collectives of rank {engine.rank} may still be under way",
+            code="load-before-reset",
         )
     if not whole:
         raise UsageError(
             "load_checkpoint after a step() or a load that was interrupted in the middle of its update: expected "
-            "strict=True and weights_only=False, because optimizer states and steps are half done, too"
+            "strict=True and weights_only=False, because optimizer states and steps are half done, too",
+            code="load-partial-after-interruption",
         )
     return True
 
@@ -206,13 +211,16 @@ def _candidates(folder: Path, tag: str | None) -> tuple[list[str], str]:
             directory.recover(folder, tag)
         if not (folder / tag).is_dir():
             there = ", ".join(directory.saved(folder)[:8])
-            raise CheckpointError(f"{folder} has no checkpoint {tag!r}; there are: {there or 'none'}")
+            raise CheckpointError(
+                f"{folder} has no checkpoint {tag!r}; there are: {there or 'none'}", code="checkpoint-tag-unknown"
+            )
         return [tag], ""
     found, astray, newest = directory.saved(folder), directory.astray(folder), directory.latest(folder)
     names = found if newest is None or astray else [newest, *found]
     if not names:
         raise CheckpointError(
-            f"{folder}: expected a directory of checkpoints, it has none ({astray or 'no latest'}); {_beside(folder)}"
+            f"{folder}: expected a directory of checkpoints, it has none ({astray or 'no latest'}); {_beside(folder)}",
+            code="checkpoint-not-found",
         )
     return list(dict.fromkeys(names)), astray
 
@@ -234,7 +242,7 @@ def _take_first(engine: Inspection, folder: Path, names: list[str], way: _LoadOp
         if not (unfit or damaged):
             unfit = _other_base(engine._core, candidate, left_out.together([view[2] for view in views]), way)
         if unfit and not rejected:
-            _raise_everywhere(collectives, UsageError(unfit))
+            _raise_everywhere(collectives, UsageError(unfit, code="checkpoint-does-not-fit"))
         damaged = damaged or unfit  # after a damaged candidate, one that does not fit (of another run) is skipped
         if not damaged:
             damaged, touched = _take(engine, candidate, way), True
@@ -248,7 +256,10 @@ def _take_first(engine: Inspection, folder: Path, names: list[str], way: _LoadOp
     others = run_on_all_ranks(collectives, what, lambda: directory.saved(folder) if rank == 0 else [])
     others = [name for name in collectives.exchange_objects(others, what)[0] if name not in names]
     offer = f"load another checkpoint, there are: {', '.join(others[:8])}" if others else _beside(folder)
-    _raise_everywhere(collectives, CheckpointError(f"{'; '.join(rejected)}; {offer}{_PARTLY if touched else ''}"))
+    _raise_everywhere(
+        collectives,
+        CheckpointError(f"{'; '.join(rejected)}; {offer}{_PARTLY if touched else ''}", code="checkpoint-damaged"),
+    )
 
 
 def _other_base(core: Core, candidate: _FoundCheckpoint, here: dict[str, int], way: _LoadOptions) -> str:
@@ -391,7 +402,9 @@ def _take(engine: Inspection, chosen: _FoundCheckpoint, way: _LoadOptions) -> st
     if not damaged:
         run_on_all_ranks(collectives, what, lambda: _restore(engine, chosen, way))
     if damaged and not way.at_once:  # it was verified before, and an older one may not overwrite all of the engine
-        _raise_everywhere(collectives, CheckpointError(f"{what} failed: {damaged}"))
+        _raise_everywhere(
+            collectives, CheckpointError(f"{what} failed: {damaged}", code="checkpoint-damaged-while-loading")
+        )
     return damaged
 
 

@@ -162,9 +162,14 @@ class BlockReader:
         try:
             count = direct_io.read(self._open(file, direct=False), [direct_io.bytes_of(data)], offset, data.numel())
         except OSError as error:
-            raise CheckpointError(f"{self._directory / file} cannot be read: {error.strerror or error}") from error
+            raise CheckpointError(
+                f"{self._directory / file} cannot be read: {error.strerror or error}", code="checkpoint-file-unreadable"
+            ) from error
         if count < data.numel():
-            raise CheckpointError(f"{self._directory / file}: expected bytes from {offset + count} on, it ends there")
+            raise CheckpointError(
+                f"{self._directory / file}: expected bytes from {offset + count} on, it ends there",
+                code="checkpoint-damaged",
+            )
 
     def _blocks(self, ranges: Mapping[str, Ranges]) -> Iterator[_ReadBlock]:
         for file, wanted in ranges.items():

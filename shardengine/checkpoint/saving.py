@@ -84,7 +84,10 @@ def save(
         """
         core.step_state.require("save_checkpoint")
         if not isinstance(client, dict):
-            raise UsageError(f"client_state: expected a dict of JSON values, got {type(client).__name__}")
+            raise UsageError(
+                f"client_state: expected a dict of JSON values, got {type(client).__name__}",
+                code="save-client-state-not-dict",
+            )
         state.require_json(client, "client_state")
         place = directory.check_folder(folder)
         name = directory.check_tag(directory.tag_of(engine.global_steps) if tag is None else tag)
@@ -223,7 +226,9 @@ def _write_file(job: Job) -> None:
     work = directory.work_of(job.folder, job.tag)
     if not work.is_dir():
         raise CheckpointError(
-            f"{work}, which rank 0 has made, is not there on rank {job.rank}: expected a directory that all ranks share"
+            f"{work}, which rank 0 has made, is not there on rank {job.rank}: expected a directory that all "
+            "ranks share",
+            code="save-folder-not-shared",
         )
     file = index.file_of(job.rank)
     job.ready()
@@ -258,7 +263,8 @@ def _collect(job: Job, work: Path) -> dict[str, Any]:
         size = (work / index.file_of(rank)).stat().st_size
         if size != entry["file"]["bytes"]:
             raise CheckpointError(
-                f"{work / index.file_of(rank)} has {size} bytes, rank {rank} wrote {entry['file']['bytes']}"
+                f"{work / index.file_of(rank)} has {size} bytes, rank {rank} wrote {entry['file']['bytes']}",
+                code="save-file-size-wrong",
             )
         files[index.file_of(rank)] = entry["file"]
         for name, kind, dtype, piece in entry["parts"]:
@@ -274,7 +280,8 @@ def _readably(folder: Path, work: Callable[[], None]) -> None:
         work()
     except OSError as error:
         raise CheckpointError(
-            f"the checkpoint could not be written to {folder}: {error.strerror or error}; the previous one is intact"
+            f"the checkpoint could not be written to {folder}: {error.strerror or error}; the previous one is intact",
+            code="save-not-written",
         ) from error
 
 

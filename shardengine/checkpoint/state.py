@@ -34,11 +34,16 @@ def require_json(value: Any, path: str) -> None:
         return
     if isinstance(value, float):
         if not math.isfinite(value):
-            raise UsageError(f"{path} is {value}: JSON has no such number; save None or a string")
+            raise UsageError(
+                f"{path} is {value}: JSON has no such number; save None or a string", code="save-value-not-finite"
+            )
     elif isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
-                raise UsageError(f"{path}: key {key!r} is {type(key).__name__}, JSON has only strings as keys")
+                raise UsageError(
+                    f"{path}: key {key!r} is {type(key).__name__}, JSON has only strings as keys",
+                    code="save-key-not-a-string",
+                )
             require_json(item, f"{path}.{key}")
     elif isinstance(value, list):
         for index, item in enumerate(value):
@@ -46,7 +51,8 @@ def require_json(value: Any, path: str) -> None:
     else:
         raise UsageError(
             f"{path} is {type(value).__name__}: expected JSON (dict, list, str, int, float, bool, None); nothing is "
-            "pickled into a checkpoint"
+            "pickled into a checkpoint",
+            code="save-value-not-json",
         )
 
 

@@ -65,7 +65,9 @@ def header_of(
     offset = 0
     for key, dtype, shape in tensors:
         if dtype not in _CODES:
-            raise UsageError(f"{key}: tensors of {dtype} cannot be written as safetensors")
+            raise UsageError(
+                f"{key}: tensors of {dtype} cannot be written as safetensors", code="save-dtype-not-in-safetensors"
+            )
         end = offset + math.prod(shape) * dtype.itemsize
         header[key] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end

@@ -43,7 +43,8 @@ def run_on_all_ranks(collectives: Collectives, what: str, action: Callable[[], _
             raise failure
         rank = flags.index(1)
         text = f"{what} failed on rank {rank}: {texts[rank]} (this is rank {collectives.mesh.rank})"
-        raised = (CheckpointError if texts[rank].startswith("CheckpointError: ") else MismatchError)(text)
+        kind = CheckpointError if texts[rank].startswith("CheckpointError: ") else MismatchError
+        raised = kind(text, code="failed-on-another-rank")
         collectives.failures.mark_known(raised)  # every rank raises
         raise raised
     return result[0]

@@ -177,7 +177,8 @@ class Watchdog:
         for rank, report in sorted(reports.items()):
             cure = _RESTART if HOOK in self._waiting.text + report.text else _RESET
             raise _error_of(report.text)(
-                f"rank {rank} {report.verb}: {report.text}. Meanwhile {self._waiting.text} cannot end. {cure}"
+                f"rank {rank} {report.verb}: {report.text}. This rank is blocked in {self._waiting.text}. {cure}",
+                code="another-rank-failed",
             )
 
     def _raise_left(self, left: dict[int, Departure]) -> None:
@@ -189,7 +190,9 @@ class Watchdog:
             place = self._failures.place
             if self._waiting.group == MEETING:
                 place = f"this rank ({self._failures.mesh.rank}) is in {self._waiting.where}"
-            raise _error_of(said)(f"{said}; {place}, and {self._waiting.text} cannot end. {cure}")
+            raise _error_of(said)(
+                f"{said}; {place}, and {self._waiting.text} cannot end. {cure}", code="another-rank-left"
+            )
 
     def _stuck(self) -> dict[int, Waiting]:
         """Return the deadlock that this rank has been part of for ``STANDS_S``."""

@@ -43,7 +43,10 @@ class Config(TopLevel):
         cannot fit.
         """
         if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
-            raise UsageError(f"resolve_batch: expected a world size >= 1, got {describe(world_size)}")
+            raise UsageError(
+                f"resolve_batch: expected a world size >= 1, got {describe(world_size)}",
+                code="resolve-batch-world-size-invalid",
+            )
         given = {name: vars(self)[name] for name in TRIPLE if self.sources.get(name) != "derived"}
         total, micro, steps = (given.get(name) for name in TRIPLE)
         if total is None and micro is None:

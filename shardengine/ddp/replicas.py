@@ -3,8 +3,8 @@
 Owns: the accumulation windows with diverged replicas, when replicas are averaged, whether they differ now, which groups
 exchange. Integers only. Must not know: gradients, weights, how anything is averaged.
 
-[Note: Diverged replicas] On a hybrid mesh shard groups are replicas of each other, because gradients are added up inside
-the groups and then across. If the config requests it ("comm_hook"), from step ``start_step`` on
+[Note: Diverged replicas] On a hybrid mesh shard groups are replicas of each other, because gradients are added up
+inside the groups and then across. If the config requests it ("comm_hook"), from step ``start_step`` on
 
     post_local_sgd   nothing goes across: each group steps with the mean over its own ranks
     gossip           each group steps with the mean of its gradient and of one other group's, another one in each step

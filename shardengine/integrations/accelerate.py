@@ -146,13 +146,15 @@ class ShardAccelerator(Accelerator):
         if self.distributed_type not in _KINDS:
             raise UsageError(
                 f"ShardAccelerator: accelerate was started for {self.distributed_type.value}; expected no DeepSpeed, "
-                "FSDP or other plugin, for example by `torchrun` or `accelerate launch --multi_gpu`"
+                "FSDP or other plugin, for example by `torchrun` or `accelerate launch --multi_gpu`",
+                code="accelerate-with-another-plugin",
             )
         ranks = dist.get_world_size() if dist.is_initialized() else self.num_processes
         if ranks != self.num_processes:
             raise UsageError(
                 f"ShardAccelerator: accelerate knows of {self.num_processes} processes, torch.distributed of {ranks}; "
-                "expected a launcher that sets LOCAL_RANK, for example torchrun, or no process group made before"
+                "expected a launcher that sets LOCAL_RANK, for example torchrun, or no process group made before",
+                code="accelerate-process-count-differs",
             )
         self.engine_config = written(engine_config)
         self._auto = dict(auto)
@@ -172,7 +174,8 @@ class ShardAccelerator(Accelerator):
             if getattr(config, name) != size:
                 raise UsageError(
                     f'engine_config: expected {name} to be {size}, as the program\'s arguments say, or "auto", got '
-                    f"{getattr(config, name)}"
+                    f"{getattr(config, name)}",
+                    code="accelerate-batch-size-differs",
                 )
         self._settle_precision(config)
 
@@ -185,7 +188,10 @@ class ShardAccelerator(Accelerator):
         tree = copy.deepcopy(self.engine_config)
         mixed = str(self.state.mixed_precision)
         if mixed not in _AUTOCAST:
-            raise UsageError(f"ShardAccelerator: mixed_precision {mixed!r} is not available; expected no, bf16 or fp16")
+            raise UsageError(
+                f"ShardAccelerator: mixed_precision {mixed!r} is not available; expected no, bf16 or fp16",
+                code="accelerate-precision-unavailable",
+            )
         auto = {_MICRO: micro_batch, _STEPS: self.gradient_accumulation_steps, **self._auto}
         auto |= {} if self._stage is None else {STAGE: self._stage}
         auto |= {"bf16.enabled": mixed == "bf16", "fp16.enabled": mixed == "fp16"}
@@ -239,7 +245,8 @@ class ShardAccelerator(Accelerator):
         if autocast is not None and autocast != expected:
             raise UsageError(
                 f"engine_config: torch_autocast in {autocast} needs the same mixed_precision, so that evaluation is "
-                f"under autocast, too; got {self.state.mixed_precision!r}"
+                f"under autocast, too; got {self.state.mixed_precision!r}",
+                code="accelerate-autocast-differs",
             )
         self.native_amp = autocast is not None
 
@@ -254,7 +261,10 @@ class ShardAccelerator(Accelerator):
         models = [each for each in args if isinstance(each, nn.Module)]
         held = {each.engine.module: each.engine for each in args if isinstance(each, ShardOptimizer)}
         if not all(engine.is_open for engine in held.values()):
-            raise UsageError("prepare: expected a new torch optimizer, got one whose engine was closed")
+            raise UsageError(
+                "prepare: expected a new torch optimizer, got one whose engine was closed",
+                code="accelerate-optimizer-of-closed-engine",
+            )
         batch = next((size for size in map(self._batch_size, args) if size), None)
         optimizers = self._pair(models, args)
         made: dict[int, Any] = {}
@@ -294,14 +304,23 @@ class ShardAccelerator(Accelerator):
             stepped = _parameters_of(each)
             owners = [model for model, own in parameters.items() if own & stepped]
             if len(owners) > 1 or any(owner in pairs for owner in owners):
-                raise UsageError("prepare: expected one optimizer for each model, all of whose parameters are in it")
+                raise UsageError(
+                    "prepare: expected one optimizer for each model, all of whose parameters are in it",
+                    code="accelerate-not-one-optimizer-each",
+                )
             if not owners and stepped & prepared:
-                raise UsageError(f"prepare: the optimizer is over a model that was prepared before it; {_TOGETHER}")
+                raise UsageError(
+                    f"prepare: the optimizer is over a model that was prepared before it; {_TOGETHER}",
+                    code="accelerate-prepared-apart",
+                )
             pairs |= dict.fromkeys(owners, each)
         for own in parameters.values():
             for other in self._optimizers:
                 if not isinstance(other, ShardOptimizer) and own & _parameters_of(other):
-                    raise UsageError(f"prepare: the optimizer of the model was prepared before it; {_TOGETHER}")
+                    raise UsageError(
+                        f"prepare: the optimizer of the model was prepared before it; {_TOGETHER}",
+                        code="accelerate-prepared-apart",
+                    )
         return pairs
 
     def _shard(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, batch: int | None) -> Engine:
@@ -313,7 +332,10 @@ class ShardAccelerator(Accelerator):
         own &= optimizer is not None or any(parameter.requires_grad for parameter in model.parameters())
         config = self._config(batch or 1, optimizer=own, trains=own or given is not None)
         if isinstance(optimizer, ConfigOptimizer) and config.optimizer is None:
-            raise UsageError('ConfigOptimizer: expected "optimizer" in engine_config, it stands for that one')
+            raise UsageError(
+                'ConfigOptimizer: expected "optimizer" in engine_config, it stands for that one',
+                code="accelerate-config-without-optimizer",
+            )
         mesh, trains = None, own or given is not None
         if self._stage is not None and earlier is not None:
             config = _at_stage(config, earlier.config.zero_optimization.stage)
@@ -395,7 +417,8 @@ class ShardAccelerator(Accelerator):
         if even_batches is False and any(isinstance(each, Engine) for each in joinables):
             raise UsageError(
                 "join_uneven_inputs: an engine needs the same number of micro-batches on every rank; expected "
-                "even_batches to be true, which repeats samples at the end"
+                "even_batches to be true, which repeats samples at the end",
+                code="accelerate-uneven-batches",
             )
         if any(isinstance(each, Engine) for each in joinables):
             yield
@@ -417,10 +440,13 @@ class ShardAccelerator(Accelerator):
         if not _parameters_of(engine.optimizer) <= set(map(id, given)):
             raise UsageError(
                 "clip_grad_norm_: expected all parameters that the optimizer steps, as in model.parameters(); a "
-                "part of them cannot be clipped alone"
+                "part of them cannot be clipped alone",
+                code="clip-part-of-parameters",
             )
         if float(norm_type) != 2:
-            raise UsageError(f"clip_grad_norm_: expected norm_type 2, got {norm_type}")
+            raise UsageError(
+                f"clip_grad_norm_: expected norm_type 2, got {norm_type}", code="accelerate-clip-norm-not-2"
+            )
         if not self._ends_window(engine, "clip_grad_norm_"):
             return torch.tensor(float("nan"), device=self.device)
         measured = engine.get_global_grad_norm() if max_norm == float("inf") else engine.clip_grad_norm_(max_norm)
@@ -555,7 +581,9 @@ def written(engine_config: Any) -> dict[str, Any]:
         return read_tree(Path(engine_config))
     if engine_config is not None and not isinstance(engine_config, Mapping):
         kind = type(engine_config).__name__
-        raise UsageError(f"engine_config: expected a dict or the path of a JSON file, got {kind}")
+        raise UsageError(
+            f"engine_config: expected a dict or the path of a JSON file, got {kind}", code="config-wrong-type"
+        )
     return copy.deepcopy(dict(engine_config or {}))
 
 
@@ -567,7 +595,8 @@ def _loss_scale(given: Any) -> dict[str, Any]:
     if (options["growth_factor"], options["backoff_factor"], fraction) != (2, 0.5, 0.5) or power < 1:
         raise UsageError(
             "GradScalerKwargs: expected init_scale to be a power of 2, growth_factor 2 and backoff_factor 0.5, got "
-            f"{options['init_scale']}, {options['growth_factor']} and {options['backoff_factor']}"
+            f"{options['init_scale']}, {options['growth_factor']} and {options['backoff_factor']}",
+            code="accelerate-grad-scaler-unsupported",
         )
     window = int(options["growth_interval"])
     return {"enabled": False, "initial_scale_power": power - 1, "loss_scale_window": window, "hysteresis": 1}

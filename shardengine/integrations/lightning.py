@@ -99,7 +99,8 @@ class ShardStrategy(DDPStrategy):
         if unknown := sorted(others.keys() - set(_OF_LIGHTNING)):
             raise UsageError(
                 f"ShardStrategy: expected config, stage, full_weights and {', '.join(_OF_LIGHTNING)}, got "
-                f"{', '.join(unknown)}; what the engine does is said in config"
+                f"{', '.join(unknown)}; what the engine does is said in config",
+                code="lightning-strategy-argument-unknown",
             )
         self._tree = _tree(config, stage)
         if others.get("timeout") is not None:
@@ -116,7 +117,10 @@ class ShardStrategy(DDPStrategy):
     def engine(self) -> Engine:
         """The open engine, for ``full_grads``, ``full_params``, ``memory``, …; UsageError outside of a run."""
         if self._engine is None:
-            raise UsageError("strategy.engine: expected a running fit, validate, test or predict; no engine is open")
+            raise UsageError(
+                "strategy.engine: expected a running fit, validate, test or predict; no engine is open",
+                code="lightning-no-open-engine",
+            )
         return self._engine
 
     # Set-up and end
@@ -132,7 +136,8 @@ class ShardStrategy(DDPStrategy):
         if plugin is not None and type(plugin) not in (Precision, HalfPrecision, MixedPrecision, Unscaled):
             raise UsageError(
                 f"ShardStrategy: expected precision {', '.join(map(repr, _PRECISIONS))}, got "
-                f"{type(plugin).__name__} with {plugin.precision!r}"
+                f"{type(plugin).__name__} with {plugin.precision!r}",
+                code="lightning-precision-unavailable",
             )
         self._precision_plugin = Unscaled(plugin) if isinstance(plugin, MixedPrecision) else plugin
 
@@ -142,7 +147,10 @@ class ShardStrategy(DDPStrategy):
         self.accelerator.setup(trainer)
         module, fits = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
         if self._layer_sync is not None:
-            raise UsageError("Trainer(sync_batchnorm=True) is not available here: use norms without batch statistics")
+            raise UsageError(
+                "Trainer(sync_batchnorm=True) is not available here: use norms without batch statistics",
+                code="lightning-sync-batch-norm",
+            )
         _refuse_what_cannot_be(trainer, module)
         tree = _with_what_the_trainer_knows(self._tree, trainer, self.precision_plugin.precision)
         self.optimizers, self.lr_scheduler_configs = [], []
@@ -241,7 +249,8 @@ class ShardStrategy(DDPStrategy):
         except CommunicationError as error:
             raise CommunicationError(
                 f"trainer.save_checkpoint on rank {self.global_rank}: expected the call on every rank, also where rank "
-                f"0 alone writes a file; {error}"
+                f"0 alone writes a file; {error}",
+                code="lightning-save-without-ranks",
             ) from error
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
@@ -278,7 +287,8 @@ class ShardStrategy(DDPStrategy):
             if folder.name.endswith(_SUFFIX):
                 raise UsageError(
                     f"ckpt_path: expected the file {folder.name.removesuffix(_SUFFIX)}, got the folder {path}, which "
-                    "has the engine's part of it"
+                    "has the engine's part of it",
+                    code="lightning-path-to-engine-part",
                 )
         checkpoint: dict[str, Any] = super().load_checkpoint(path, weights_only)
         said, self._beside = checkpoint.get(_KEY), None
@@ -314,10 +324,15 @@ class ShardStrategy(DDPStrategy):
         """
         if self._beside is None:
             if _KEY in checkpoint:
-                raise UsageError(f"fit(ckpt_path=...): the file {_WITHOUT_STATES}")
+                raise UsageError(
+                    f"fit(ckpt_path=...): the file {_WITHOUT_STATES}", code="lightning-checkpoint-without-states"
+                )
             states = checkpoint.get("optimizer_states") or [{}]
             if len(states) != 1 or self.engine.optimizer is None:
-                raise UsageError(f"fit(ckpt_path=...): expected the states of one optimizer, got {len(states)}")
+                raise UsageError(
+                    f"fit(ckpt_path=...): expected the states of one optimizer, got {len(states)}",
+                    code="lightning-not-one-optimizer-state",
+                )
             self.engine.optimizer.load_state_dict(states[0])
             return
         self._load(self._beside)
@@ -332,7 +347,8 @@ class ShardStrategy(DDPStrategy):
         if not part.is_dir():
             raise CheckpointError(
                 f"expected the folder {part.name} in {part.parent}, got none: a checkpoint of ShardStrategy is the "
-                f"file and the folder {_SUFFIX} beside it; move both"
+                f"file and the folder {_SUFFIX} beside it; move both",
+                code="lightning-engine-part-missing",
             )
         strict = self.lightning_module.strict_loading
         try:
@@ -340,7 +356,8 @@ class ShardStrategy(DDPStrategy):
         except UsageError as error:
             raise UsageError(
                 f"{error}. In Lightning strict=False is strict_loading = False of the LightningModule; to begin anew "
-                "with the weights, fit Model.load_from_checkpoint(path)"
+                "with the weights, fit Model.load_from_checkpoint(path)",
+                code="lightning-checkpoint-does-not-fit",
             ) from error
 
 
@@ -353,16 +370,24 @@ def _tree(config: Any, stage: int | None) -> dict[str, Any]:
     elif isinstance(config, Mapping | None):
         tree = dict(config or {})
     else:
-        raise UsageError(f"ShardStrategy: expected config as a dict, a path or a Config, got {type(config).__name__}")
+        raise UsageError(
+            f"ShardStrategy: expected config as a dict, a path or a Config, got {type(config).__name__}",
+            code="config-wrong-type",
+        )
     tree = {key: value for key, value in tree.items() if key not in _MAY_BE_LEFT_OUT or value != "auto"}
     if "train_batch_size" not in tree:
         tree.setdefault("train_micro_batch_size_per_gpu", 1)  # only counters of samples depend on it
     zero, wanted = dict(tree.get("zero_optimization") or {}), {} if stage is None else {"stage": stage}
     if wanted | zero != zero | wanted:
-        raise UsageError(f"ShardStrategy: expected one stage, got stage={stage} and {zero['stage']} in config")
+        raise UsageError(
+            f"ShardStrategy: expected one stage, got stage={stage} and {zero['stage']} in config",
+            code="lightning-stage-given-twice",
+        )
     tree["zero_optimization"] = zero | wanted
     if "stage" not in tree["zero_optimization"]:
-        raise UsageError("ShardStrategy: expected a stage, 0 to 3, as stage= or in config, got none")
+        raise UsageError(
+            "ShardStrategy: expected a stage, 0 to 3, as stage= or in config, got none", code="lightning-stage-missing"
+        )
     shardengine.load_config(tree)
     return tree
 
@@ -374,16 +399,23 @@ def _with_what_the_trainer_knows(tree: dict[str, Any], trainer: Any, precision: 
     if tree.setdefault("gradient_accumulation_steps", steps) != steps:
         raise UsageError(
             f"Trainer(accumulate_grad_batches={steps}) and {tree['gradient_accumulation_steps']} "
-            "gradient_accumulation_steps in config: expected it in the Trainer alone"
+            "gradient_accumulation_steps in config: expected it in the Trainer alone",
+            code="lightning-accumulation-given-twice",
         )
     if trainer.gradient_clip_val and tree.get("gradient_clipping"):
-        raise UsageError("gradient_clipping in config and Trainer(gradient_clip_val=...): expected one of them")
+        raise UsageError(
+            "gradient_clipping in config and Trainer(gradient_clip_val=...): expected one of them",
+            code="lightning-clipping-given-twice",
+        )
     wanted = _PRECISIONS[precision]
     for section in ("bf16", "fp16", "torch_autocast") if wanted else ():
         ours = wanted.get(section, {"enabled": False})
         said = {key: value for key, value in dict(tree.get(section, {})).items() if value != "auto"}
         if any(said.get(key, ours.get(key)) != ours.get(key) for key in ("enabled", "dtype")):
-            raise UsageError(f"Trainer(precision={precision!r}) and {section} {said} in config: expected one of them")
+            raise UsageError(
+                f"Trainer(precision={precision!r}) and {section} {said} in config: expected one of them",
+                code="lightning-precision-given-twice",
+            )
         tree[section] = ours | said
     return tree
 
@@ -392,14 +424,16 @@ def _refuse_what_cannot_be(trainer: Any, module: Any) -> None:
     if trainer.state.fn == TrainerFn.FITTING and not module.automatic_optimization:
         raise UsageError(
             "automatic_optimization=False is not available: expected Lightning's own optimization with one optimizer; "
-            "a loop of your own is written with shardengine.initialize"
+            "a loop of your own is written with shardengine.initialize",
+            code="lightning-manual-optimization",
         )
     for callback in trainer.callbacks:
         if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
             raise UsageError(
                 f"{type(callback).__name__} is not available: it averages parameters, of which a rank has a shard; "
                 "average in a callback of your own, which reads them inside of "
-                "`with trainer.strategy.engine.full_params():`"
+                "`with trainer.strategy.engine.full_params():`",
+                code="lightning-weight-averaging",
             )
 
 
@@ -411,20 +445,30 @@ def _only(optimizers: list[Any], schedulers: list[Any], tree: dict[str, Any]) ->
     if len(optimizers) != 1:
         raise UsageError(
             f"configure_optimizers: expected one optimizer, with several groups where that is wanted, got "
-            f"{len(optimizers)}"
+            f"{len(optimizers)}",
+            code="lightning-not-one-optimizer",
         )
     if schedulers and "scheduler" in tree:
-        raise UsageError("configure_optimizers returned a scheduler and config has one: expected one of them")
+        raise UsageError(
+            "configure_optimizers returned a scheduler and config has one: expected one of them",
+            code="lightning-scheduler-given-twice",
+        )
     if not isinstance(optimizers[0], _MockOptimizer):
         return optimizers[0]
     if "optimizer" not in tree:
-        raise UsageError("configure_optimizers returned None: expected an optimizer, or one in config")
+        raise UsageError(
+            "configure_optimizers returned None: expected an optimizer, or one in config",
+            code="lightning-optimizer-missing",
+        )
     return None
 
 
 def _local(path: Any) -> Path:
     if "://" in str(path):
-        raise UsageError(f"expected a folder that all ranks can write to for checkpoints, got {path}")
+        raise UsageError(
+            f"expected a folder that all ranks can write to for checkpoints, got {path}",
+            code="lightning-checkpoint-path-remote",
+        )
     return Path(path)
 
 

@@ -25,7 +25,10 @@ def load_pretrained(model_class: Any, *args: Any, **kwargs: Any) -> Any:
     """
     given = kwargs.pop("device_map", None)
     if given is not None:
-        raise UsageError(f"load_pretrained: expected no device_map, got {given!r}; the engine places the weights")
+        raise UsageError(
+            f"load_pretrained: expected no device_map, got {given!r}; the engine places the weights",
+            code="load-pretrained-device-map",
+        )
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
     elsewhere = {} if rank == 0 else {"device_map": "meta"}
     return model_class.from_pretrained(*args, **kwargs, **elsewhere)

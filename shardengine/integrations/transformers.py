@@ -196,7 +196,7 @@ class ShardTrainerMixin:
     def _first_rows(self) -> dict[str, Any]:
         """Return a micro-batch made without the data loader, because that would change the loader's order."""
         if isinstance(self.train_dataset, torch.utils.data.IterableDataset):
-            raise UsageError("the training data has no rows by number: expected some")
+            raise UsageError("the training data has no rows by number: expected some", code="trainer-data-not-indexed")
         count = min(self._train_batch_size, len(self.train_dataset))
         rows = [self.train_dataset[index] for index in range(count)]
         return {**self._get_collator_with_removed_columns(self.data_collator, description="training")(rows)}
@@ -257,7 +257,10 @@ class ShardTrainerMixin:
 
     def _need_engine(self) -> Engine:
         if self.engine is None:
-            raise UsageError("ShardTrainer: expected an open engine, as train() makes one; it was closed meanwhile")
+            raise UsageError(
+                "ShardTrainer: expected an open engine, as train() makes one; it was closed meanwhile",
+                code="trainer-engine-closed",
+            )
         return self.engine
 
     # Loading
@@ -306,23 +309,28 @@ def _take_over(engine: Engine, file: Path) -> None:
     try:
         engine.optimizer.load_state_dict(saved)
     except UsageError as error:
-        raise UsageError(f"{file}: {error}; {_WITHOUT}") from error
+        raise UsageError(f"{file}: {error}; {_WITHOUT}", code="trainer-optimizer-file-refused") from error
 
 
 def _check(args: TrainingArguments) -> None:
     """Raise UsageError for arguments that an engine does not support."""
     for name in ("deepspeed", "fsdp"):
         if getattr(args, name, None):
-            raise UsageError(f"ShardTrainer: {name} is another engine; expected TrainingArguments without it")
+            raise UsageError(
+                f"ShardTrainer: {name} is another engine; expected TrainingArguments without it",
+                code="trainer-with-another-engine",
+            )
     for name in ("bf16_full_eval", "fp16_full_eval"):
         if getattr(args, name):
             raise UsageError(
                 f"ShardTrainer: {name} casts the model, whose weights the engine holds; expected it to be False. With "
-                "bf16=True evaluation is under autocast, too"
+                "bf16=True evaluation is under autocast, too",
+                code="trainer-eval-casts-model",
             )
     if args.n_gpu > 1:
         raise UsageError(
-            f"ShardTrainer: expected one process for each of the {args.n_gpu} GPUs; start the program with torchrun"
+            f"ShardTrainer: expected one process for each of the {args.n_gpu} GPUs; start the program with torchrun",
+            code="trainer-several-gpus-per-process",
         )
 
 

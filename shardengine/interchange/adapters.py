@@ -29,17 +29,23 @@ def configs(stored: StoredCheckpoint, chosen: str | None) -> dict[str, dict[str,
     there = stored.model.get("peft") or {}
     if chosen is not None and chosen not in there:
         known = f"it has {', '.join(map(repr, there))}" if there else "its model was no peft model"
-        raise UsageError(f"--adapter {chosen}: no such adapter in {stored.place}; {known}")
+        raise UsageError(
+            f"--adapter {chosen}: no such adapter in {stored.place}; {known}", code="export-adapter-unknown"
+        )
     found = {chosen: there[chosen]} if chosen is not None else dict(there)
     for name, config in found.items():
         kind = config.get("peft_type") if isinstance(config, dict) else None
         if kind != "LORA":
             raise UsageError(
                 f"{stored.place}: adapter {name!r} is of type {kind}, expected LORA; --format safetensors writes all "
-                "weights under their own names"
+                "weights under their own names",
+                code="export-adapter-not-lora",
             )
         if not re.fullmatch(r"\w[\w.-]*", name):
-            raise UsageError(f"{stored.place}: adapter name {name[:80]!r}: expected letters, digits and _ . -")
+            raise UsageError(
+                f"{stored.place}: adapter name {name[:80]!r}: expected letters, digits and _ . -",
+                code="export-adapter-name-invalid",
+            )
     return found
 
 
@@ -63,7 +69,9 @@ def outputs(stored: StoredCheckpoint, weights: list[Output], adapter: str, confi
                 kept = kept if kept.startswith(PREFIX) else PREFIX + kept
                 found[kept] = replace(output, name=kept)
     if not any("lora_" in name for name in found):
-        raise UsageError(f"{stored.place}: adapter {adapter!r} has no LoRA weights in it")
+        raise UsageError(
+            f"{stored.place}: adapter {adapter!r} has no LoRA weights in it", code="export-adapter-without-weights"
+        )
     return list(found.values())
 
 

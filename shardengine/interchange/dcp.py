@@ -57,21 +57,26 @@ def read(directory: str | Path, buffers: Collection[str] = ()) -> Foreign:
     except _UNEXPECTED as error:
         raise CheckpointError(
             f"{directory}: it is damaged, or not of the form that get_state_dict makes ({type(error).__name__}: "
-            f"{str(error)[:200]})"
+            f"{str(error)[:200]})",
+            code="import-damaged",
         ) from error
 
 
 def _read(store: DcpStore, buffers: Collection[str]) -> Foreign:
     keys = _Keys.of(store)
     if unknown := sorted(set(buffers) - keys.model.keys()):
-        raise UsageError(f"{store.place}: expected names of the model's tensors as buffers, got {', '.join(unknown)}")
+        raise UsageError(
+            f"{store.place}: expected names of the model's tensors as buffers, got {', '.join(unknown)}",
+            code="import-buffer-unknown",
+        )
     notes = [f"{'.'.join(path)}: part of neither a model nor an optimizer" for path in keys.other]
     optimizer = _DcpOptimizer.of(store, keys, notes)
     names, held_buffers = _sort(store, keys, optimizer.group_of, buffers, notes)
     lost = sorted(optimizer.group_of.keys() - {name for row in names for name in row})
     if lost:
         raise CheckpointError(
-            f"{store.place}: the optimizer steps {_some(lost)}, which the model's state does not have"
+            f"{store.place}: the optimizer steps {_some(lost)}, which the model's state does not have",
+            code="import-optimizer-without-weight",
         )
     steps, samples, micro_steps = _counters(store, keys, optimizer)
     return Foreign(
@@ -155,12 +160,15 @@ class _Keys:
             if any(part.split(".")[0] == "param_groups" for path in paths.values() for part in path[:3]):
                 raise UsageError(
                     f"{store.place}: an optimizer without a model; expected {{'model': …, 'optim': …}} as of "
-                    "torch.distributed.checkpoint.state_dict.get_state_dict, or a model alone"
+                    "torch.distributed.checkpoint.state_dict.get_state_dict, or a model alone",
+                    code="import-optimizer-without-model",
                 )
             found.model.update((".".join(path), key) for key, path in paths.items() if key in store.tensors)
             found.other.extend(paths[key] for key in store.values)
         if not found.model:
-            raise UsageError(f"{store.place}: expected the tensors of a model, there are none")
+            raise UsageError(
+                f"{store.place}: expected the tensors of a model, there are none", code="import-without-model"
+            )
         return found
 
     def _sort_below(self, depth: int, store: DcpStore, paths: Mapping[str, tuple[str, ...]]) -> None:
@@ -219,12 +227,14 @@ class _DcpOptimizer:
         missing = set(options.states_of(self.kind, [self.groups[self.group_of[name]]])) - set(held)
         if missing and (count or held):
             raise CheckpointError(
-                f"{store.place}: the optimizer has stepped {name}, but its state there has no {_some(sorted(missing))}"
+                f"{store.place}: the optimizer has stepped {name}, but its state there has no {_some(sorted(missing))}",
+                code="import-optimizer-state-incomplete",
             )
         if count is None and held and self.kind in _BIAS_CORRECTED:
             raise CheckpointError(
                 f"{store.place}: the state of {name} has {_some(held)} and no number of steps ('step'), which "
-                f"{self.kind}'s bias correction needs; save the optimizer's whole state, or the model alone"
+                f"{self.kind}'s bias correction needs; save the optimizer's whole state, or the model alone",
+                code="import-step-count-missing",
             )
         return int(bool(held)) if count is None else count
 
@@ -275,13 +285,15 @@ def _optimizer_rows(
     for group in groups.values():
         if not isinstance(group, dict):
             raise CheckpointError(
-                f"{store.place}: expected dicts as the optimizer's groups (param_groups), got {named(group)}"
+                f"{store.place}: expected dicts as the optimizer's groups (param_groups), got {named(group)}",
+                code="import-entry-wrong-type",
             )
     rows = [(group.pop("params", []), group) for _, group in sorted(groups.items())]
     if any(not isinstance(names, list) or not all(isinstance(n, str) for n in names) for names, _ in rows):
         raise UsageError(
             f"{store.place}: the optimizer's parameters are numbers, not names; save it with "
-            "torch.distributed.checkpoint.state_dict.get_state_dict"
+            "torch.distributed.checkpoint.state_dict.get_state_dict",
+            code="import-optimizer-parameters-numbered",
         )
     listed = {name for names, _ in rows for name in names}
     for name, row in flat.items():  # flattened: parameters with the same options form a group

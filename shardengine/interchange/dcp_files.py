@@ -42,7 +42,8 @@ class DcpStore(FileSystemReader):
             self._metadata = _metadata_of(load_plain(self.metadata_path), self.metadata_path)
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise CheckpointError(
-                f"{self.metadata_path} is damaged, or not of torch.distributed.checkpoint ({error})"
+                f"{self.metadata_path} is damaged, or not of torch.distributed.checkpoint ({error})",
+                code="import-damaged",
             ) from None
         rows = self._metadata.state_dict_metadata.items()
         self.tensors = {key: row for key, row in rows if isinstance(row, TensorStorageMetadata)}
@@ -50,7 +51,7 @@ class DcpStore(FileSystemReader):
         self.files = sorted({info.relative_path for info in self._metadata.storage_data.values()})
         for file in self.files:
             if not (place / file).is_file():
-                raise CheckpointError(f"{place / file} is missing; {METADATA} names it")
+                raise CheckpointError(f"{place / file} is missing; {METADATA} names it", code="import-file-missing")
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the metadata; torch's reader calls this before it reads."""
@@ -71,7 +72,9 @@ class DcpStore(FileSystemReader):
         try:
             target = torch.empty(meta.size, dtype=meta.properties.dtype)
         except RuntimeError as error:
-            raise CheckpointError(f"{self.metadata_path}: {key} cannot have the size {list(meta.size)}") from error
+            raise CheckpointError(
+                f"{self.metadata_path}: {key} cannot have the size {list(meta.size)}", code="import-damaged"
+            ) from error
         self._load({key: target}, key)
         return target
 
@@ -98,7 +101,8 @@ class DcpStore(FileSystemReader):
             text = (str(error).strip().splitlines() or [""])[0][:200]
             raise CheckpointError(
                 f"{self.place / ' and '.join(files)}: {key} cannot be read, the file is cut off or damaged "
-                f"({type(error).__name__}: {text})"
+                f"({type(error).__name__}: {text})",
+                code="import-damaged",
             ) from None
         return wanted
 
@@ -129,7 +133,10 @@ def _metadata_of(raw: Any, path: Path) -> Metadata:
         offset = at.get("offset")
         file = info.get("relative_path")
         if not isinstance(file, str) or file != Path(file).name or file in ("", ".", "..") or "\0" in file:
-            raise CheckpointError(f"{path}: it names the file {str(file)[:200]!r}, expected one beside it")
+            raise CheckpointError(
+                f"{path}: it names the file {str(file)[:200]!r}, expected one beside it",
+                code="import-file-outside-folder",
+            )
         storage[MetadataIndex(str(at.get("fqn")), None if offset is None else _size(offset), at.get("index"))] = (
             _StorageInfo(
                 file, _count(info.get("offset")), _count(info.get("length")), info.get("transform_descriptors")

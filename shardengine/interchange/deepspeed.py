@@ -69,7 +69,8 @@ def read(directory: str | Path, tag: str | None = None) -> Foreign:
         raise
     except _UNEXPECTED as error:
         raise CheckpointError(
-            f"{place}: its files are damaged, or not of DeepSpeed's form ({type(error).__name__}: {str(error)[:200]})"
+            f"{place}: its files are damaged, or not of DeepSpeed's form ({type(error).__name__}: {str(error)[:200]})",
+            code="import-damaged",
         ) from error
 
 
@@ -103,16 +104,22 @@ class _Files:
             if _OTHER_FILE.fullmatch(path.name) or (match is not None and int(match[2])):
                 raise UsageError(
                     f"{path}: a part of a model that is cut over ranks itself (tensor, pipeline or expert "
-                    "parallelism); only data-parallel checkpoints can be imported"
+                    "parallelism); only data-parallel checkpoints can be imported",
+                    code="import-model-parallel",
                 )
             if match is not None:
                 found[match[3]][int(match[1] or 0)] = path
         if not found["model"]:
-            raise CheckpointError(f"{place}: expected a file *_model_states.pt of DeepSpeed, there is none")
+            raise CheckpointError(
+                f"{place}: expected a file *_model_states.pt of DeepSpeed, there is none",
+                code="import-not-of-deepspeed",
+            )
         for paths in found.values():
             for rank in range(max(paths, default=-1)):
                 if rank not in paths:
-                    raise CheckpointError(f"{_of_rank(rank, paths[max(paths)])} is missing")
+                    raise CheckpointError(
+                        f"{_of_rank(rank, paths[max(paths)])} is missing", code="import-rank-file-missing"
+                    )
         return _Files(*([paths[rank] for rank in sorted(paths)] for paths in found.values()))
 
 
@@ -130,12 +137,16 @@ def _place(directory: Path, tag: str | None) -> Path:
         except (OSError, ValueError):
             raise CheckpointError(
                 f"{directory}: expected a checkpoint of DeepSpeed: a file 'latest' that names a directory in it, or "
-                "files *_model_states.pt; give the directory's name as the tag"
+                "files *_model_states.pt; give the directory's name as the tag",
+                code="import-not-of-deepspeed",
             ) from None
     if not tag or tag in (".", "..") or "/" in tag or "\\" in tag or "\0" in tag:
-        raise UsageError(f"{directory}: expected the name of a directory in it as the tag, got {tag[:200]!r}")
+        raise UsageError(
+            f"{directory}: expected the name of a directory in it as the tag, got {tag[:200]!r}",
+            code="import-tag-invalid",
+        )
     if not (directory / tag).is_dir():
-        raise CheckpointError(f"{directory} has no checkpoint {tag!r}")
+        raise CheckpointError(f"{directory} has no checkpoint {tag!r}", code="import-tag-unknown")
     return directory / tag
 
 
@@ -145,7 +156,8 @@ def _refuse_other_forms(files: _Files, model: Mapping[str, Any]) -> None:
     if any(degree not in (None, 1) for degree in degrees) or model.get("num_experts") or model.get("ds_autoep_layers"):
         raise UsageError(
             f"{files.models[0]}: a model with tensor, pipeline or expert parallelism; only data-parallel checkpoints "
-            "can be imported"
+            "can be imported",
+            code="import-model-parallel",
         )
 
 
@@ -157,29 +169,40 @@ def _level(parts: list[ShardPart]) -> int:
     if isinstance(level, Inert):
         level = level.args[0] if level.args else None
     if level not in (1, 2, 3) or any("ds_zero_partition_groups" in part.content for part in parts):
-        raise UsageError(f"{parts[0].path}: expected ZeRO stage 1, 2 or 3 over all ranks, got {str(level)[:80]!r}")
+        raise UsageError(
+            f"{parts[0].path}: expected ZeRO stage 1, 2 or 3 over all ranks, got {str(level)[:80]!r}",
+            code="import-zero-stage-unknown",
+        )
     return int(level)
 
 
 def _require_all_ranks(files: _Files, model: Mapping[str, Any], parts: list[ShardPart], level: int) -> None:
     if not parts:
         if model.get("param_shapes") is not None or len(files.models) > 1:
-            raise CheckpointError(f"{files.models[0].parent}: the files *_optim_states.pt of all ranks are missing")
+            raise CheckpointError(
+                f"{files.models[0].parent}: the files *_optim_states.pt of all ranks are missing",
+                code="import-rank-file-missing",
+            )
         return
     for part in parts:
         counts = part.content.get("partition_count")
         for count in counts if isinstance(counts, list) else [counts]:
             if isinstance(count, int) and count > len(parts):
-                raise CheckpointError(f"{_of_rank(len(parts), part.path)} is missing, there were {count} ranks")
+                raise CheckpointError(
+                    f"{_of_rank(len(parts), part.path)} is missing, there were {count} ranks",
+                    code="import-rank-file-missing",
+                )
             if count != len(parts):
                 raise CheckpointError(
                     f"{part.path}: the optimizer is cut into {count!r} parts, there are {len(parts)} files "
-                    "*_optim_states.pt; some are left from another save, or it is cut over groups of ranks"
+                    "*_optim_states.pt; some are left from another save, or it is cut over groups of ranks",
+                    code="import-files-of-different-saves",
                 )
     if level == 3 and len(files.models) != len(parts):
         raise CheckpointError(
             f"{_of_rank(len(files.models), files.models[0])} is missing, or files *_optim_states.pt are left from "
-            "another save"
+            "another save",
+            code="import-files-of-different-saves",
         )
 
 
@@ -240,7 +263,8 @@ class _DeepSpeedReader:
             more = f" and {len(lost) - 8} more" if len(lost) > 8 else ""
             raise CheckpointError(
                 f"{self._path}: its model has no {', '.join(lost[:8])}{more}, which it says was trained or frozen; the "
-                "file is damaged, or was changed"
+                "file is damaged, or was changed",
+                code="import-weights-missing",
             )
 
     def _tied(self) -> dict[str, tuple[str, ...]]:
@@ -307,7 +331,8 @@ class _DeepSpeedReader:
             if state == WEIGHT and not torch.equal(value.to(low.dtype).nan_to_num(), low.nan_to_num()):
                 raise CheckpointError(
                     f"{self._path.parent}: the master weight of {name} in *_optim_states.pt is not its weight in "
-                    f"{self._path.name}; the files are of different saves, or damaged"
+                    f"{self._path.name}; the files are of different saves, or damaged",
+                    code="import-files-of-different-saves",
                 )
             return value
 
@@ -321,10 +346,16 @@ class _DeepSpeedReader:
         shapes = self._frozen_shapes
         name = next((name for name in names if name in shapes), None)
         if name is None:
-            raise CheckpointError(f"{self._path}: it names {names[0]}, but has neither its shape nor its elements")
+            raise CheckpointError(
+                f"{self._path}: it names {names[0]}, but has neither its shape nor its elements",
+                code="import-frozen-weights-missing",
+            )
         shards = [need(model, "frozen_param_fragments", Mapping, self._path).get(name) for model in self._models]
         if not all(isinstance(shard, Tensor) for shard in shards):
-            raise CheckpointError(f"{self._path} and those beside it: a shard of frozen parameter {name} is missing")
+            raise CheckpointError(
+                f"{self._path} and those beside it: a shard of frozen parameter {name} is missing",
+                code="import-frozen-weights-missing",
+            )
         return shapes[name], lambda state: whole_of_shards(shards, shapes[name])
 
     def _micro_batches(self, steps: int, samples: int) -> int:
@@ -383,10 +414,15 @@ def _shapes(groups: list[Any], path: Path) -> Shapes:
     found: Shapes = []
     for group in groups:
         if not isinstance(group, Mapping):
-            raise CheckpointError(f"{path}: expected names with shapes, got {named(group)}")
+            raise CheckpointError(
+                f"{path}: expected names with shapes, got {named(group)}", code="import-entry-wrong-type"
+            )
         for name, shape in group.items():
             fine = isinstance(name, str) and isinstance(shape, tuple | list)
             if not fine or any(not isinstance(n, int) or n < 0 for n in shape) or prod(shape) > 1 << 60:
-                raise CheckpointError(f"{path}: expected a shape for {str(name)[:200]!r}, got {str(shape)[:200]!r}")
+                raise CheckpointError(
+                    f"{path}: expected a shape for {str(name)[:200]!r}, got {str(shape)[:200]!r}",
+                    code="import-entry-wrong-type",
+                )
         found.append({name: tuple(shape) for name, shape in group.items()})
     return found

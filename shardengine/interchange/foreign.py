@@ -75,7 +75,9 @@ def whole_number(value: Any, what: str) -> int:
     fine = isinstance(plain, int | float) and not isinstance(plain, bool) and 0 <= plain < _MOST
     if not fine or plain != int(plain):
         text = f"a tensor of shape {tuple(plain.shape)}" if isinstance(plain, Tensor) else repr(plain)[:80]
-        raise CheckpointError(f"{what}: expected a whole number that is not negative, got {text}")
+        raise CheckpointError(
+            f"{what}: expected a whole number that is not negative, got {text}", code="import-number-invalid"
+        )
     return int(plain)
 
 

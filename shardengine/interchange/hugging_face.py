@@ -41,10 +41,10 @@ def read_model(place: Path) -> dict[str, Any]:
             path = place / f"{name}.json"
             found[name] = json.loads(path.read_text(encoding="utf-8")) if name == "config" or path.is_file() else None
     except (OSError, ValueError) as error:
-        raise UsageError(f"{expected}: {error}") from None
+        raise UsageError(f"{expected}: {error}", code="export-config-unreadable") from None
     classes = found["config"].get("architectures") if isinstance(found["config"], dict) else None
     if not isinstance(classes, list) or len(classes) != 1 or not isinstance(classes[0], str):
-        raise UsageError(f"{expected}, got {classes!r}")
+        raise UsageError(f"{expected}, got {classes!r}", code="export-config-without-class")
     return {**found, "class": classes[0]}
 
 
@@ -68,12 +68,14 @@ def write(
         raise UsageError(
             f"{stored.place}: no Hugging Face config in it ({reason}), so there is no config.json to write: --config "
             "DIR takes that of a model of the same kind, --format safetensors writes the weights under their own "
-            "names, --format dcp weights and optimizer"
+            "names, --format dcp weights and optimizer",
+            code="export-without-config",
         )
     if config.get("quantization_config") is not None:
         raise UsageError(
             f"{stored.place}: the model was quantized by another library, whose own form of the weights is not in a "
-            "checkpoint; --format safetensors writes what is there"
+            "checkpoint; --format safetensors writes what is there",
+            code="export-quantised-by-another",
         )
     outputs, notes = _with_aliases(stored, weight_files.weights(stored, dtype), config)
     kept = {key: value for key, value in config.items() if key not in ("torch_dtype", "architectures", "dtype")}

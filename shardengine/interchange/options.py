@@ -37,7 +37,10 @@ def kind_of(groups: list[dict[str, Any]], config: Mapping[str, Any] | None, note
     """
     first = groups[0] if groups else {}
     if any(group.get("bias_correction", True) is not True for group in groups):
-        raise UsageError("import: the optimizer works without bias correction (bias_correction), which we do not have")
+        raise UsageError(
+            "import: the optimizer works without bias correction (bias_correction), which we do not have",
+            code="import-optimizer-without-bias-correction",
+        )
     if "betas" in first and "eps" in first and "use_muon" not in first:
         return _adam(groups, config or {}, notes)
     if "betas" in first and first.keys() <= _SILENT.union(_TAKEN["Lion"]):
@@ -82,10 +85,15 @@ def options_of(groups: list[dict[str, Any]], kind: str, notes: list[str]) -> lis
     for number, group in enumerate(groups):
         options = {k: _plain(group[k], f"optimizer group {number}: {k}") for k in _TAKEN[kind] if k in group}
         if not isinstance(options.get("lr"), int | float):
-            raise CheckpointError(f"optimizer group {number}: expected a learning rate (lr), got {options.get('lr')!r}")
+            raise CheckpointError(
+                f"optimizer group {number}: expected a learning rate (lr), got {options.get('lr')!r}",
+                code="import-learning-rate-missing",
+            )
         betas = options.get("betas", [0.0, 0.0])
         if not isinstance(betas, list) or len(betas) != 2:
-            raise CheckpointError(f"optimizer group {number}: expected two numbers as betas, got {betas!r}")
+            raise CheckpointError(
+                f"optimizer group {number}: expected two numbers as betas, got {betas!r}", code="import-betas-invalid"
+            )
         found.append(options)
         check_options(options, f"import of {kind}", number, found[0])
         strange = sorted(str(key) for key in group.keys() - _SILENT.union(_TAKEN[kind]))
@@ -100,7 +108,7 @@ def _plain(value: Any, what: str) -> Any:
     if isinstance(value, tuple | list):
         return [_plain(item, what) for item in value]
     if not isinstance(value, bool | int | float | None):
-        raise CheckpointError(f"{what} is {named(value)}, expected a number")
+        raise CheckpointError(f"{what} is {named(value)}, expected a number", code="import-option-not-a-number")
     if isinstance(value, float) and not isfinite(value):
-        raise CheckpointError(f"{what} is {value}, expected a finite number")
+        raise CheckpointError(f"{what} is {value}, expected a finite number", code="import-option-not-finite")
     return value

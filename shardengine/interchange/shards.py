@@ -66,10 +66,12 @@ def need(source: Any, key: str, kind: type | tuple[type, ...], path: Path) -> An
     """Return ``source[key]``; raise ``CheckpointError`` with the path unless it is there and of type ``kind``."""
     value = source.get(key) if isinstance(source, Mapping) else None
     if value is None:
-        raise CheckpointError(f"{path}: {key!r} is missing")
+        raise CheckpointError(f"{path}: {key!r} is missing", code="import-entry-missing")
     if not isinstance(value, kind) or isinstance(value, bool):
         kinds = " or ".join(KINDS[k] for k in (kind if isinstance(kind, tuple) else (kind,)))
-        raise CheckpointError(f"{path}: expected {key!r} to be {kinds}, got {named(value)}")
+        raise CheckpointError(
+            f"{path}: expected {key!r} to be {kinds}, got {named(value)}", code="import-entry-wrong-type"
+        )
     return value
 
 
@@ -79,14 +81,18 @@ def base_state(part: ShardPart) -> Mapping[str, Any]:
         if isinstance(part.content.get(key), list):
             raise UsageError(
                 f"{part.path}: an elastic checkpoint ('elastic_checkpoint': true of old versions) has no options of "
-                "the optimizer's groups and cannot be imported; save it again without"
+                "the optimizer's groups and cannot be imported; save it again without",
+                code="import-elastic-checkpoint",
             )
         if key in part.content:
             state: Mapping[str, Any] = part.get(key, Mapping)
             need(state, "state", Mapping, part.path)
             need(state, "param_groups", list, part.path)
             return state
-    raise CheckpointError(f"{part.path}: expected 'base_optimizer_state' or 'optimizer_state_dict', it has neither")
+    raise CheckpointError(
+        f"{part.path}: expected 'base_optimizer_state' or 'optimizer_state_dict', it has neither",
+        code="import-entry-missing",
+    )
 
 
 def rows_by_group(parts: list[ShardPart], shapes: Shapes, default_steps: int) -> dict[str, ShardRow]:
@@ -96,7 +102,10 @@ def rows_by_group(parts: list[ShardPart], shapes: Shapes, default_steps: int) ->
     rows = {}
     for segment, group, after in zip(segments, shapes, paddings, strict=True):
         if len(after) != len(group):
-            raise CheckpointError(f"{parts[0].path}: {len(after)} alignment paddings for {len(group)} parameters")
+            raise CheckpointError(
+                f"{parts[0].path}: {len(after)} alignment paddings for {len(group)} parameters",
+                code="import-sizes-do-not-match",
+            )
         first = 0
         for (name, shape), padding in zip(group.items(), after, strict=True):
             rows[name] = _row(segment, shape, _from_vector(segment, first, shape))
@@ -106,7 +115,8 @@ def rows_by_group(parts: list[ShardPart], shapes: Shapes, default_steps: int) ->
             if not 0 <= spare < 2 * len(parts):
                 raise CheckpointError(
                     f"{parts[0].path} and those beside it: {state} of group {segment.group} has {spare + first} "
-                    f"elements, expected {first} and at most {2 * len(parts) - 1} of padding"
+                    f"elements, expected {first} and at most {2 * len(parts) - 1} of padding",
+                    code="import-sizes-do-not-match",
                 )
     return rows
 
@@ -125,7 +135,8 @@ def rows_by_parameter(parts: list[ShardPart], shapes: Shapes, default_steps: int
                 if flat.numel() != first:
                     raise CheckpointError(
                         f"{part.path}: {state} of {next(iter(group), 'a group')} and {len(group) - 1} more parameters "
-                        f"has {flat.numel()} elements, expected {first} (was it offloaded to NVMe?)"
+                        f"has {flat.numel()} elements, expected {first} (was it offloaded to NVMe?)",
+                        code="import-sizes-do-not-match",
                     )
     return rows
 
@@ -134,7 +145,9 @@ def whole_of_shards(shards: list[Tensor], shape: tuple[int, ...]) -> Tensor:
     """Assemble a parameter of stage 3 from every rank's shard."""
     flat = torch.cat([shard.reshape(-1) for shard in shards])
     if not 0 <= flat.numel() - prod(shape) < max(len(shards), 1):
-        raise CheckpointError(f"expected shards of {prod(shape)} elements, got {flat.numel()}")
+        raise CheckpointError(
+            f"expected shards of {prod(shape)} elements, got {flat.numel()}", code="import-sizes-do-not-match"
+        )
     return flat[: prod(shape)].reshape(shape).clone()
 
 
@@ -146,7 +159,10 @@ def _segments(parts: list[ShardPart], key: str, count: int, default_steps: int) 
         for number in need(options, "params", list, parts[0].path):
             index = len(found)
             if any(len(flats) <= index for flats in weights):
-                raise CheckpointError(f"{parts[0].path}: {key!r} has fewer flat vectors than the optimizer has")
+                raise CheckpointError(
+                    f"{parts[0].path}: {key!r} has fewer flat vectors than the optimizer has",
+                    code="import-sizes-do-not-match",
+                )
             states = [base["state"].get(number, {}) for base in bases]
             flats = {WEIGHT: [_flat(flats[index], part) for flats, part in zip(weights, parts, strict=True)]}
             for name in [name for name, value in states[0].items() if isinstance(value, Tensor) and value.dim() > 0]:
@@ -155,10 +171,16 @@ def _segments(parts: list[ShardPart], key: str, count: int, default_steps: int) 
                 steps_of(state, options, default_steps, part.path) for state, part in zip(states, parts, strict=True)
             ]
             if len(set(steps)) > 1:
-                raise CheckpointError(f"{parts[0].path} and those beside it disagree about the steps taken: {steps}")
+                raise CheckpointError(
+                    f"{parts[0].path} and those beside it disagree about the steps taken: {steps}",
+                    code="import-files-of-different-saves",
+                )
             found.append(_Segment(group, steps[0], flats))
     if len(found) != count:
-        raise CheckpointError(f"{parts[0].path}: the optimizer has {len(found)} flat vectors, the model file {count}")
+        raise CheckpointError(
+            f"{parts[0].path}: the optimizer has {len(found)} flat vectors, the model file {count}",
+            code="import-sizes-do-not-match",
+        )
     return found
 
 
@@ -171,7 +193,8 @@ def _flat(value: Any, part: ShardPart) -> Tensor:
     if not isinstance(value, Tensor) or value.dim() != 1 or not value.is_floating_point():
         form = f" {value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
         raise CheckpointError(
-            f"{part.path}: expected a flat tensor of floats for each group and state, got {named(value)}{form}"
+            f"{part.path}: expected a flat tensor of floats for each group and state, got {named(value)}{form}",
+            code="import-entry-wrong-type",
         )
     return value.detach()
 

@@ -41,7 +41,9 @@ def find(path: Path) -> Found:
     wanted = "expected a checkpoint of shardengine, a directory of them or the output directory of `shardengine train`"
     try:
         if not path.is_dir():
-            raise UsageError(f"{path}: {wanted}, found {'a file' if path.exists() else 'nothing there'}")
+            raise UsageError(
+                f"{path}: {wanted}, found {'a file' if path.exists() else 'nothing there'}", code="checkpoint-not-found"
+            )
         if (path / directory.INDEX).exists() or (path / index.file_of(0)).exists():
             folder = path.absolute().parent
             return Found(path, None, folder.parent if (folder.parent / RUN).is_file() else None)
@@ -50,9 +52,11 @@ def find(path: Path) -> Found:
         if directory.present(path / FOLDER):
             return Found(None, path / FOLDER, path if (path / RUN).is_file() else None)
     except OSError as error:
-        raise UsageError(f"{str(path)[:200]}: {wanted}: {error.strerror}") from None
+        raise UsageError(f"{str(path)[:200]}: {wanted}: {error.strerror}", code="checkpoint-path-unreadable") from None
     kind = describe_directory(path)
-    raise UsageError(f"{path}: {wanted}, found {kind or 'a directory with nothing of the kind'}")
+    raise UsageError(
+        f"{path}: {wanted}, found {kind or 'a directory with nothing of the kind'}", code="checkpoint-not-found"
+    )
 
 
 def choose(found: Found) -> tuple[Path, str]:
@@ -96,7 +100,8 @@ class StoredCheckpoint:
         if averages and not any(state == AVERAGE for _, state in self._entries):
             raise UsageError(
                 f'{place}: the checkpoint has no averages of the weights: expected one of a training with "ema": '
-                '{"decay": …} in its config'
+                '{"decay": …} in its config',
+                code="export-without-averages",
             )
         self._reader = BlockReader(place, self.index["files"], self.index["chunk_bytes"])
         self._buffer = torch.empty(0, dtype=torch.uint8)
@@ -118,11 +123,14 @@ class StoredCheckpoint:
             if name in self.index.get("left_out", {}):
                 raise CheckpointError(
                     f"{self.place}: it leaves out frozen parameters, {name} among them (saved with frozen=False): "
-                    "expected one that has them; load it into an engine over the same base model and save that"
+                    "expected one that has them; load it into an engine over the same base model and save that",
+                    code="export-frozen-left-out",
                 )
             if not self.shape(name, state).numel():
                 return DTYPES[self._rows[name]["dtype"]]
-            raise CheckpointError(f"{self.place}: the index names {name}, but has nothing of its {state}")
+            raise CheckpointError(
+                f"{self.place}: the index names {name}, but has nothing of its {state}", code="checkpoint-damaged"
+            )
         return self._entries[name, state][0]
 
     def shape(self, name: str, state: str = WEIGHT) -> torch.Size:
@@ -185,7 +193,9 @@ class StoredCheckpoint:
                 runs.append(index.StoredRange(piece.file, reached, piece.end, offset))
                 reached = piece.end
         if reached != math.prod(self.shape(name, state)):
-            raise CheckpointError(f"{self.place}: {name} ({state}): some of its elements are in no file")
+            raise CheckpointError(
+                f"{self.place}: {name} ({state}): some of its elements are in no file", code="checkpoint-damaged"
+            )
         return runs
 
     def _verify(self, file: str, start: int, end: int, what: str) -> None:
@@ -195,7 +205,10 @@ class StoredCheckpoint:
                 continue
             damage = self._reader.damage(file, [(number * chunk, number * chunk + 1)])
             if damage is not None:
-                raise CheckpointError(f"{self.place / file} {damage.what}; it holds {what}; take another checkpoint")
+                raise CheckpointError(
+                    f"{self.place / file} {damage.what}; it holds {what}; take another checkpoint",
+                    code="checkpoint-damaged",
+                )
             self._verified.add((file, number))
 
 

@@ -120,7 +120,9 @@ def load_torch(path: Path) -> Any:
     """
     require_file(path)
     if not zipfile.is_zipfile(path):
-        raise CheckpointError(f"{path} is cut off, damaged or no file of torch.save (expected a zip archive)")
+        raise CheckpointError(
+            f"{path} is cut off, damaged or no file of torch.save (expected a zip archive)", code="import-damaged"
+        )
     allowed: list[Any] = [(stand_in, name) for name, stand_in in _DEEPSPEED.items()]
     with torch.serialization.safe_globals(allowed):
         try:
@@ -150,21 +152,24 @@ def load_plain(path: Path) -> Any:
 def require_file(path: Path) -> None:
     """Raise ``CheckpointError`` unless ``path`` is a file."""
     if not path.is_file():
-        raise CheckpointError(f"{path} is missing (or no file)")
+        raise CheckpointError(f"{path} is missing (or no file)", code="import-file-missing")
 
 
 def refusal(path: Path | str, names: list[str]) -> UsageError:
     """Return the error for a file with names that are not allowed."""
     return UsageError(
         f"{path}: it names {', '.join(names)}, which no checkpoint needs that can be imported; nothing of it was run. "
-        "Where your own training put such an object into the checkpoint, save it again without"
+        "Where your own training put such an object into the checkpoint, save it again without",
+        code="import-unsafe-object",
     )
 
 
 def _damaged(path: Path, error: BaseException) -> CheckpointError:
     lines = str(error).strip().splitlines()
     text = lines[0][:200] if lines else ""
-    return CheckpointError(f"{path} cannot be read, it is cut off or damaged ({type(error).__name__}: {text})")
+    return CheckpointError(
+        f"{path} cannot be read, it is cut off or damaged ({type(error).__name__}: {text})", code="import-damaged"
+    )
 
 
 class _Plain(pickle.Unpickler):

@@ -103,6 +103,7 @@ def rounded(values: Tensor, dtype: torch.dtype, name: str) -> Tensor:
         largest, kind = torch.finfo(dtype).max, str(dtype).removeprefix("torch.")
         raise UsageError(
             f"{name}: its largest value is {values.abs().max().item():.4g}, {kind} ends at {largest:.4g}; choose bf16 "
-            "or fp32"
+            "or fp32",
+            code="export-value-too-large",
         )
     return result

@@ -73,7 +73,7 @@ def write(foreign: Foreign, folder: str | Path, tag: str | None = None) -> Path:
 
 
 def _unwritten(place: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(f"{place} could not be written: {error.strerror or error}")
+    return CheckpointError(f"{place} could not be written: {error.strerror or error}", code="import-not-written")
 
 
 def _bytes_of(entry: _WrittenEntry, source: str) -> Tensor:
@@ -83,9 +83,13 @@ def _bytes_of(entry: _WrittenEntry, source: str) -> Tensor:
     except ShardEngineError:
         raise
     except (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-        raise CheckpointError(f"{expected}, its files are damaged ({type(error).__name__}: {error})") from error
+        raise CheckpointError(
+            f"{expected}, its files are damaged ({type(error).__name__}: {error})", code="import-damaged"
+        ) from error
     if value.dtype != entry.dtype or tuple(value.shape) != entry.shape:
-        raise CheckpointError(f"{expected}, got {_text(value.dtype)} {tuple(value.shape)}")
+        raise CheckpointError(
+            f"{expected}, got {_text(value.dtype)} {tuple(value.shape)}", code="import-tensor-unlike-described"
+        )
     return value.contiguous().reshape(-1).view(torch.uint8)
 
 

@@ -1,10 +1,10 @@
 """Pure functions of tensors: the arithmetic of the library, each operation declared once.
 
-Knows no process group, no stage, no bucket. ``operations`` declares them and chooses who carries them out;
-``reference``, ``reference_update``, ``moments``, ``factored``, ``compression``, ``random_bits``, ``checksums`` are the
-readable implementations, ``native`` those in C++ for CPUs and ``triton`` the GPU's, with the same bits; ``meta`` is for
-tensors without data. ``rules`` are the options of an update, ``spans`` the ranges of a flat tensor that share them.
-``threads`` says how many the native kernels start.
+Knows no process group, no stage, no bucket. ``operations`` declares the operations and chooses an implementation.
+``reference``, ``reference_update``, ``moments``, ``factored``, ``compression``, ``random_bits`` and ``checksums`` are
+the readable implementations. ``native`` is C++ for CPUs and ``triton`` is for GPUs, with the same bits; ``meta`` is for
+tensors without data. ``rules`` has the numbers of an update, ``spans`` the ranges of a flat tensor that share them.
+``threads`` has the number of threads of the native kernels.
 """
 
 from shardengine.kernels.compression import Compressed

@@ -1,6 +1,6 @@
-"""CRC-32 without the native library: isal's, an extra of this package, or zlib's. The same sums.
+"""CRC-32 without the native library: from isal, an extra of this package, or from zlib, with the same results.
 
-Must not know: what is summed.
+Must not know: the meaning of the bytes.
 """
 
 from __future__ import annotations

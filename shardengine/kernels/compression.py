@@ -1,12 +1,12 @@
 """Gradients and weights in fewer bits, and back: the declared arithmetic, in torch.
 
-Must not know: what is sent. What the operations promise is in ``operations.py``.
+Must not know: messages and their receivers. The contracts of the operations are in ``operations.py``.
 
 [Note: Blocks of integers] A block's scale is its largest magnitude divided by the largest integer (127, or 7 for int4),
 fp32. An element becomes x / scale rounded to nearest (ties to even), or with noise floor(x / scale + u), where u is the
 upper 24 bits of the element's random word over 2^24; then it is clamped. Divisions are correctly rounded. A block of
-zeros has scale 0 and zeros; so has one whose scale would be 0. A block that is not finite has scale NaN: it comes back
-as NaN. int4 holds two elements in a byte, the even one in the lower half, in two's complement.
+zeros has scale 0 and zeros; so has one whose scale would be 0. A block with a value that is not finite has scale NaN
+and is NaN after decompression. int4 holds two elements in a byte, the even one in the lower half, in two's complement.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FLOATS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class Compressed(NamedTuple):
-    """What ``compress`` makes of ``length`` elements.
+    """The result of ``compress`` for ``length`` elements.
 
     values: fp16, bf16, int8, or for int4 uint8 with two elements in each · scales: fp32, one per block, None for floats
     """
@@ -36,7 +36,7 @@ class Compressed(NamedTuple):
 
 
 def allocated(kind: str, length: int, block: int, device: torch.device) -> Compressed:
-    """Memory for ``length`` elements."""
+    """Return uninitialized memory for ``length`` elements."""
     values, scales = _form(kind, length, block)
     made = torch.empty(values[0], dtype=values[1], device=device)
     if scales is None:
@@ -45,7 +45,7 @@ def allocated(kind: str, length: int, block: int, device: torch.device) -> Compr
 
 
 def is_as_allocated(compressed: Compressed, kind: str, length: int, block: int) -> bool:
-    """Whether the tensors are as long, of the same dtypes and as contiguous as those of ``allocated``."""
+    """Return whether the tensors have the lengths and dtypes of those of ``allocated``, and are contiguous."""
     values, scales = _form(kind, length, block)
     return compressed[:3] == (kind, length, block) and _is(compressed.values, values) and _is(compressed.scales, scales)
 
@@ -102,7 +102,7 @@ def residual(values: Tensor, compressed: Compressed, out: Tensor, *, divisor: fl
 
 
 def subtract(values: Tensor, decoded: Tensor, divisor: float) -> None:
-    """``decoded`` becomes the residual."""
+    """Replace ``decoded`` by the residual."""
     torch.sub(values, decoded, out=decoded)
     decoded.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
     if divisor != 1:
@@ -110,7 +110,7 @@ def subtract(values: Tensor, decoded: Tensor, divisor: float) -> None:
 
 
 def _form(kind: str, length: int, block: int) -> tuple[tuple[int, torch.dtype], tuple[int, torch.dtype] | None]:
-    """Of values and scales, how many and in which dtype."""
+    """Return (elements, dtype) of the values and of the scales."""
     if kind in FLOATS:
         return (length, FLOATS[kind]), None
     values = (-(-length // 2), torch.uint8) if kind == "int4" else (length, torch.int8)
@@ -124,7 +124,7 @@ def _is(tensor: Tensor | None, form: tuple[int, torch.dtype] | None) -> bool:
 
 
 def _given(made: Compressed, out: Compressed | None) -> Compressed:
-    """``made``, or ``out`` that holds it."""
+    """Return ``made``, or ``out`` after ``made`` is copied to it."""
     if out is None:
         return made
     for place, part in zip(out[3:], made[3:], strict=True):
@@ -134,12 +134,12 @@ def _given(made: Compressed, out: Compressed | None) -> Compressed:
 
 
 def _saturate(values: Tensor, dtype: torch.dtype, saturated: Tensor | None) -> Tensor:
-    """Finite values that would round to infinity become the largest number; they are counted."""
+    """Round to ``dtype``. Finite values that would become infinite become the largest number, and are counted."""
     largest = torch.finfo(dtype).max
     rounded = values.to(dtype)
-    if values.device.type == "cpu" and values.numel():  # one look at all of it instead of what follows
+    if values.device.type == "cpu" and values.numel():  # one pass, which mostly saves the passes below
         least, most = values.aminmax()
-        if -largest <= least and most <= largest:  # not so where there is a NaN
+        if -largest <= least and most <= largest:  # false if there is a NaN
             return rounded
     beyond = torch.isinf(rounded) & torch.isfinite(values)
     if saturated is not None:
@@ -148,12 +148,12 @@ def _saturate(values: Tensor, dtype: torch.dtype, saturated: Tensor | None) -> T
 
 
 def _in_blocks(flat: Tensor, block: int) -> Tensor:
-    """[blocks, block], the last one filled up with zeros."""
+    """Return [blocks, block], the last block padded with zeros."""
     return torch.cat([flat, flat.new_zeros(-flat.numel() % block)]).view(-1, block)
 
 
 def _divide(values: Tensor, divisor: float) -> Tensor:
-    """Correctly rounded on every device: a host scalar would become a reciprocal on CUDA."""
+    """Divide with correct rounding on every device: a host scalar would become a reciprocal on CUDA."""
     return values / _number(divisor, values)
 
 

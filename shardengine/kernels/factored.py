@@ -1,19 +1,20 @@
-"""Sums of squares over the rows and columns of a matrix, out of slices of it, and directions that are divided by roots
-of such sums: what Adafactor needs beside elements.
+"""Sums of squares over the rows and columns of a matrix, computed from slices of it, and directions that are divided by
+roots of such sums: the part of Adafactor that is not elementwise.
 
-Owns: where rows and columns lie in memory, sums that no order of additions changes. Must not know: ranks, messages,
-what is done with the sums.
+Owns: the places of rows and columns in memory, sums that do not depend on the order of additions. Must not know: ranks,
+messages, the use of the sums.
 
 [Note: Exact sums] The square of an fp32 number is exact in fp64. A sum of such squares is kept as two fp64 numbers: the
-sum, and what it lacks, which Knuth's two-sum finds without an error (The Art of Computer Programming, vol. 2, 4.2.2,
-theorem B). As no square is negative, n of them are known to a relative n · 2^-105, in whatever order they were added,
-and so is the fp64 number that they are rounded to: slices, ranks and devices give the same one, unless two sums that
-differ by so little lie on both sides of the middle between two such numbers, less than one in 2^40.
+rounded sum and its error, which Knuth's two-sum computes exactly (The Art of Computer Programming, vol. 2, 4.2.2,
+theorem B). As no square is negative, a sum of n of them is known to a relative n · 2^-105, whatever the order of
+additions. So slices, ranks and devices round it to the same fp64 number, unless two sums that differ by so little lie
+on both sides of the midpoint between two fp64 numbers: less than one in 2^40.
 
-[Note: Rows in memory] A matrix's elements are counted in memory order. Here rows are what lies together in memory: of a
-parameter whose columns lie together (``turned``) they are its columns. One with more than two dimensions is a ``count``
-of matrices, of its last two; where other dimensions lie innermost, a slice is seen as the whole parameter with zeros
-around it. What has less than two dimensions is one column, so that its rows are its elements.
+[Note: Rows in memory] A matrix's elements are counted in memory order, and its rows here are contiguous in memory: if
+the columns of a parameter are contiguous (``turned``), its rows here are these columns. A parameter with more than two
+dimensions is ``count`` matrices, made of its last two. If other dimensions are innermost in memory, a slice is handled
+as the whole parameter with zeros around it. A parameter with less than two dimensions is one column: its rows are its
+elements.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ import torch
 from torch import Tensor
 
 _AT_ONCE = 32_768
-"""Elements for which fp64 values are made at one time."""
+"""Elements whose fp64 values exist at one time."""
 
 
 def two_sum(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """fp64: the sum, and what is lacking to the exact one ([Note: Exact sums])."""
+    """Return the fp64 sum and its rounding error ([Note: Exact sums])."""
     total = one + other
     taken = total - one
     return total, (one - (total - taken)).add_(other - taken)
 
 
 def join_sums(one: Tensor, other: Tensor) -> Tensor:
-    """Two tensors of sums, each [2, n]: the sums and what they lack → their sum, as that."""
+    """Return the sum of two tensors of sums. All are [2, n]: the sums and their errors."""
     total, lack = two_sum(one[0], other[0])
     lack += one[1] + other[1]
     joined = total + lack
@@ -45,7 +46,7 @@ def join_sums(one: Tensor, other: Tensor) -> Tensor:
 
 
 def sum_over(values: Tensor, dimension: int) -> Tensor:
-    """fp64 [..., n, ...] → [2, ...]: the exact sums over that dimension, and what they lack."""
+    """Return the exact sums over one dimension: fp64 [..., n, ...] → [2, ...], the sums and their errors."""
     total = values.movedim(dimension, 0)
     lack = total.new_zeros(()).expand(total.shape)
     while (count := total.shape[0]) > 1:
@@ -62,8 +63,8 @@ def sum_over(values: Tensor, dimension: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Block:
-    """Rows [first, first + count · rows) of all rows of a parameter: of one matrix, or all rows of several. matrix: the
-    first of these."""
+    """Rows [first, first + count · rows) of all rows of a parameter: some rows of one matrix, or all rows of ``count``
+    of them. matrix: the first of these."""
 
     first: int
     matrix: int
@@ -73,10 +74,11 @@ class Block:
 
 @dataclass(frozen=True)
 class Factored:
-    """Where the rows and columns of a parameter lie ([Note: Rows in memory]). Of its sums the first ``all_rows`` are
-    those of rows, matrix by matrix, then come ``all_columns``.
+    """The places of the rows and columns of a parameter ([Note: Rows in memory]).
 
-    shape: the parameter's · order: its dimensions from the outermost in memory to the innermost, () where that is their
+    The first ``all_rows`` of its sums are those of rows, matrix by matrix; ``all_columns`` of columns follow.
+
+    shape: the parameter's · order: its dimensions from the outermost in memory to the innermost, () if that is their
     own order.
     """
 
@@ -85,28 +87,28 @@ class Factored:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether there are columns at all."""
+        """Whether it has at least two dimensions."""
         return len(self.shape) > 1
 
     @cached_property
     def _real(self) -> list[int]:
-        """Its order without dimensions of one element, which have no place in it."""
+        """The order without dimensions of one element, whose place does not matter."""
         return [each for each in self.order or range(len(self.shape)) if self.shape[each] != 1]
 
     @cached_property
     def turned(self) -> bool:
-        """Whether its columns lie together in memory."""
+        """Whether its columns are contiguous in memory."""
         last = len(self.shape) - 1
         return self._real[-2:] == [last, last - 1] and self._real[:-2] == sorted(self._real[:-2])
 
     @cached_property
     def scattered(self) -> bool:
-        """Whether neither its rows nor its columns do."""
+        """Whether neither its rows nor its columns are contiguous in memory."""
         return not self.turned and self._real != sorted(self._real)
 
     @cached_property
     def sizes(self) -> tuple[int, int, int]:
-        """Matrices, rows of each, columns of each, as they lie in memory."""
+        """The number of matrices, of rows of each, and of columns of each, in memory order."""
         if not self.is_matrix:
             return 1, self.numel, 1
         rows, columns = self.shape[-2:]
@@ -115,7 +117,7 @@ class Factored:
 
     @cached_property
     def numel(self) -> int:
-        """Elements."""
+        """The number of elements."""
         found = 1
         for size in self.shape:
             found *= size
@@ -123,16 +125,16 @@ class Factored:
 
     @property
     def all_rows(self) -> int:
-        """Rows of all matrices."""
+        """The number of rows of all matrices."""
         return self.sizes[0] * self.sizes[1]
 
     @property
     def all_columns(self) -> int:
-        """Columns of all matrices."""
+        """The number of columns of all matrices."""
         return self.sizes[0] * self.sizes[2]
 
     def blocks(self, start: int, end: int) -> Iterator[Block]:
-        """All rows in which elements [start, end) lie, a few at a time: rows of one matrix, or several matrices."""
+        """Yield the rows that contain elements [start, end), a few at a time: rows of one matrix, or whole matrices."""
         _, rows, columns = self.sizes
         first, last = start // columns, -(-end // columns)
         if rows * columns <= _AT_ONCE:
@@ -215,7 +217,8 @@ def squares_of_direction(form: Factored, gradient: Tensor, offset: int, scales: 
 
 
 def _cut(form: Factored, values: Tensor, offset: int, block: Block) -> Tensor:
-    """What ``values``, from element ``offset`` on, have of ``block``, else zeros: [matrices, rows, columns]."""
+    """Return ``block`` of ``values``, which begin at element ``offset``, padded with zeros: [matrices, rows,
+    columns]."""
     columns = form.sizes[2]
     first, length = block.first * columns, block.count * block.rows * columns
     start, end = max(first, offset), min(first + length, offset + values.numel())
@@ -228,7 +231,7 @@ def _cut(form: Factored, values: Tensor, offset: int, block: Block) -> Tensor:
 
 
 def _whole(form: Factored, values: Tensor, offset: int) -> Tensor:
-    """``values``, from element ``offset`` on, among zeros: a tensor of the parameter's shape."""
+    """Return a tensor of the parameter's shape: ``values`` from element ``offset`` on, and zeros."""
     flat = values.new_zeros(form.numel)
     flat[offset : offset + values.numel()] = values
     in_memory = flat.view([form.shape[each] for each in form.order])

@@ -1,8 +1,8 @@
-"""Every operation where tensors have no values: the shapes and dtypes of results, and errors where a real one has them.
+"""Every operation for tensors without values: the shapes and dtypes of results, and the errors.
 
-These are meta tensors, and fake ones of any device (``operations.without_values``). Nothing is computed. What is
-checked here, at any cost, is what the operations' docstrings ask of their tensors: one device, contiguous, equal
-lengths, dtypes that an implementation knows. Must not know: values.
+Such tensors are meta tensors, and fake ones of any device (``operations.without_values``). Nothing is computed. All
+requirements in the operations' docstrings are checked here, at any cost: one device, contiguous, equal lengths, dtypes
+that an implementation knows. Must not know: values.
 """
 
 from __future__ import annotations
@@ -177,7 +177,8 @@ def _numbered(name: str, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
 
 
 def _require(operation: str, tensors: Mapping[str, Tensor], flat: Sequence[str]) -> None:
-    """All on the first one's device, contiguous, floating; those named in ``flat`` with one dimension."""
+    """Require tensors on the first one's device, contiguous and floating; those named in ``flat`` have one
+    dimension."""
     device = next(iter(tensors.values())).device
     for name, tensor in tensors.items():
         if tensor.device != device:

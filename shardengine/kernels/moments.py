@@ -2,37 +2,39 @@
 
 Owns: how they are widened for an update and narrowed after it. Must not know: the update itself, buckets.
 
-[Note: States of 8 bits] A parameter's elements are cut into blocks of 256, from its first one on. Of each block an fp32
-scale is kept, the block's largest magnitude, and of each element a code: a size in steps that grow with it, as those of
-a floating-point number with 4 bits of mantissa do, plus a sign where the state has one (momentum and first moments).
-With the bits of an fp32 number read as an integer, per element,
+[Note: States of 8 bits] A parameter's elements are cut into blocks of 256, from its first one on. Each block has an
+fp32 scale, the block's largest magnitude. Each element has a code: a size, in steps that grow with it like those of a
+floating-point number with 4 bits of mantissa, plus a sign for a signed state (momentum and first moments). With the
+bits of an fp32 number read as an integer, per element,
 
     value of a code     ((number with the bits base + (size << 19)) - cut) · unit · scale
     size of a value     ((bits of (|value| · (top / scale) + cut)) + noise - base) >> 19, from 0 to ``most``
 
-where every operation is fp32 and rounded on its own, top is the largest code's number and unit = 1 / top. A signed
-state has cut = 2^-8 and sizes from 0 to 127: 8 octaves, below them equal steps of 2^-12 of the scale. A second moment,
-which is never negative, has cut = 2^-16 and sizes from 0 to 255: 16 octaves, then steps of 2^-20. Its size 0 is not
-zero but the first step, because an update divides by its root: what was rounded to zero would blow up the next update.
+Every operation is fp32 and rounded on its own, top is the largest code's number and unit = 1 / top. A signed state has
+cut = 2^-8 and sizes from 0 to 127: 8 octaves, below them equal steps of 2^-12 of the scale. A second moment, which is
+never negative, has cut = 2^-16 and sizes from 0 to 255: 16 octaves, then steps of 2^-20. Its size 0 is not zero but the
+first step, because an update divides by its root: a value rounded to zero would make the next update very large.
 
 noise = 2^18 rounds to nearest. In an update it is (r << 3) + 4 with 16 random bits r: up or down with probabilities
 that keep the mean, because the second moment of AdamW moves by a thousandth per step, a fiftieth of the distance
-between two codes, and would stand still for ever. r is the lower half of the element's random word (random_bits:
-[Note: Random bits in a row]) for a rule's first state, the upper half for its second. The largest element of a block
-always has the largest code, so that narrowing what was widened, to nearest, gives the same codes and the same scale.
+between two codes, and with rounding to nearest would never move. r is the lower half of the element's random word
+(random_bits: [Note: Random bits in a row]) for a rule's first state, the upper half for its second. The largest element
+of a block always has the largest code. So widening a state and narrowing it to nearest gives the same codes and the
+same scale.
 
-A block whose largest magnitude is below 2^-100 has scale 0 and is zero. One that holds what is not finite has scale NaN
-and comes back as NaN; its codes are 0.
+A block whose largest magnitude is below 2^-100 has scale 0 and is zero. A block with a value that is not finite has
+scale NaN and is widened to NaN; its codes are 0.
 
-[Note: States in bf16] They are widened exactly, and narrowed as weights are that are rounded stochastically
+[Note: States in bf16] They are widened exactly, and narrowed like weights that are rounded stochastically
 (``reference_update``), with the same halves of the random word.
 
-[Note: Remainders] Instead of an fp32 master, beside a bf16 weight 8 more bits of its mantissa may be kept, an int8 that
-is added to the upper 24 bits of the fp32 number: those are weight · 2^8 + remainder, of integers. After an update the
-fp32 weight is rounded to 24 bits, with 8 random bits that keep the mean: the lower ones of mix(word + GOLDEN), word
-being the one of the states; the weight is that, rounded to nearest even, and the remainder what is left. A tie that
-goes down would leave 128, which an int8 does not hold: there it is 127. Of a weight that is not finite, and below a
-zero, the remainder counts as 0, so that whoever writes weights gets these, with the remainders that were there.
+[Note: Remainders] Instead of an fp32 master, 8 more bits of the mantissa may be kept beside a bf16 weight. They are an
+int8 that is added to the upper 24 bits of the fp32 number: these bits are weight · 2^8 + remainder, as integers. After
+an update the fp32 weight is rounded to 24 bits, with 8 random bits that keep the mean: the lower ones of mix(word +
+GOLDEN), where word is that of the states. The weight is this number rounded to nearest even, and the remainder is the
+difference. A tie that is rounded down would leave 128, which an int8 does not hold; 127 is stored. If the weight is not
+finite, or is zero and the remainder is negative, the remainder counts as 0. So code that writes weights and leaves the
+remainders gets the weights that it wrote, with these remainders.
 """
 
 from __future__ import annotations
@@ -47,12 +49,12 @@ from torch import Tensor
 from shardengine.kernels.random_bits import GOLDEN, Noise, mix_words, random_bits_in_rows, signed_word
 
 BLOCK = 256
-"""Elements with one scale."""
+"""The number of elements that share one scale."""
 SCALE = "_scale"
-"""What the name of a state's scales ends with."""
+"""The suffix in the name of a state's scales."""
 SHIFT = 19
 REMAINDER = "remainder"
-"""The name of what is kept of master weights beside bf16 weights."""
+"""The name of the bits of master weights that are kept beside bf16 weights."""
 _NEVER_NEGATIVE = frozenset({"exp_avg_sq"})
 _INFINITE, _NEAREST = 0x7F800000, 1 << (SHIFT - 1)
 
@@ -71,40 +73,40 @@ _LEAST = _bits(2.0**-100)
 
 
 class StateForm(NamedTuple):
-    """How something that is kept of each element is stored. per: elements of a parameter that share one value."""
+    """The form that a value per element is stored in. per: elements of a parameter that share one value."""
 
     dtype: torch.dtype = torch.float32
     per: int = 1
 
     def length(self, elements: int) -> int:
-        """Values for ``elements`` elements, a multiple of ``per``."""
+        """Return the number of values for ``elements`` elements, a multiple of ``per``."""
         return elements // self.per
 
 
 REMAINDER_FORM = StateForm(torch.int8)
 KEPT_IN = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
-"""In what states may be kept."""
+"""The dtypes that states may be kept in."""
 
 
 def state_forms(states: Iterable[str], kept_in: str) -> dict[str, StateForm]:
-    """What is stored for ``states``, kept in a key of ``KEPT_IN``: by name, scales included."""
+    """Return the stored tensors of ``states``, by name, scales included. kept_in: a key of ``KEPT_IN``."""
     dtype = KEPT_IN[kept_in]
     stored = {name: StateForm(dtype) for name in states}
     return stored | {name + SCALE: StateForm(per=BLOCK) for name in stored if dtype is torch.uint8}
 
 
 def bytes_per_element(forms: Mapping[str, StateForm]) -> float:
-    """Bytes of what is stored so, per element; exact, because a power of two of them share a value."""
+    """Return the bytes per element of these forms; exact, because a power of two of elements share a value."""
     return sum(form.dtype.itemsize / form.per for form in forms.values())
 
 
 def block_of(forms: Mapping[str, StateForm]) -> int:
-    """Elements between two places where what is stored so may be cut."""
+    """Return the number of elements at whose multiples tensors of these forms may be cut."""
     return max((form.per for form in forms.values()), default=1)
 
 
 class Code(NamedTuple):
-    """One of the two codes of [Note: States of 8 bits]; its letters."""
+    """One of the two codes of [Note: States of 8 bits]; its fields have the names used there."""
 
     signed: bool
     base: int
@@ -114,7 +116,7 @@ class Code(NamedTuple):
     most: int
 
     def widened(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """uint8 [n], fp32 [⌈n / 256⌉] → fp32 [n]."""
+        """Return the values of codes: uint8 [n], fp32 [⌈n / 256⌉] → fp32 [n]."""
         sizes = torch.arange(self.most + 1, dtype=torch.int32, device=codes.device)
         numbers = ((sizes << SHIFT) + self.base).view(torch.float32)
         values = ((numbers - self.cut) * self.unit)[(codes & self.most).to(torch.int32)]
@@ -122,7 +124,8 @@ class Code(NamedTuple):
         return torch.where(codes > self.most, -values, values) if self.signed else values
 
     def narrowed(self, values: Tensor, words: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The opposite. words: 16 random bits of each element, int32 [n]; None: to nearest."""
+        """Return the codes and scales of values. words: 16 random bits of each element, int32 [n]; None: round to
+        nearest."""
         count = values.numel()
         padded = torch.cat([values, values.new_zeros(-count % BLOCK)]).view(-1, BLOCK)
         bits = padded.view(torch.int32)
@@ -144,12 +147,12 @@ _UNSIGNED = Code(False, _bits(2.0**-16) + (1 << SHIFT), 2.0**-16, 65535 / 65536,
 
 
 def code_of(state: str) -> Code:
-    """The code that state ``state`` has in 8 bits."""
+    """Return the code of state ``state`` in 8 bits."""
     return _UNSIGNED if state in _NEVER_NEGATIVE else _SIGNED
 
 
 def widened_state(flats: Mapping[str, Tensor], state: str) -> Tensor:
-    """State ``state``, of whatever dtype, in fp32: where it lies if it is that already. Codes: from a block's start."""
+    """Return state ``state`` in fp32; the stored tensor itself if it is fp32. Codes must begin at a block."""
     stored = flats[state]
     if stored.dtype is torch.uint8:
         return code_of(state).widened(stored, flats[state + SCALE])
@@ -157,8 +160,10 @@ def widened_state(flats: Mapping[str, Tensor], state: str) -> Tensor:
 
 
 def misfit(values: Tensor, state: str, dtype: torch.dtype) -> str:
-    """What of ``values`` state ``state`` cannot be in ``dtype``, and what is expected; "" where all can. NaN is no
-    number of an int8, and fits where it stays visible."""
+    """Return why ``values`` do not fit state ``state`` in ``dtype``, with the first value that does not; "" if all fit.
+
+    NaN does not fit an int8. It fits a dtype that keeps it visible.
+    """
     if dtype is torch.int8:
         bad, expected = (values != values.round()) | (values < -128) | (values > 127), "whole numbers from -128 to 127"
     elif dtype is torch.uint8 and state in _NEVER_NEGATIVE:
@@ -171,7 +176,7 @@ def misfit(values: Tensor, state: str, dtype: torch.dtype) -> str:
 
 
 def narrow_state(values: Tensor, flats: Mapping[str, Tensor], state: str, words: Tensor | None = None) -> None:
-    """State ``state`` becomes ``values`` (fp32, without a ``misfit``), rounded. words: as in ``Code.narrowed``."""
+    """Set state ``state`` to ``values`` (fp32, without a ``misfit``), rounded. words: as in ``Code.narrowed``."""
     stored = flats[state]
     if stored.dtype is torch.uint8:
         codes, scales = code_of(state).narrowed(values, words)
@@ -182,14 +187,17 @@ def narrow_state(values: Tensor, flats: Mapping[str, Tensor], state: str, words:
 
 
 def rounded(values: Tensor, words: Tensor) -> Tensor:
-    """fp32 → bf16, up or down with probabilities that keep the mean. words: 16 random bits of each, int32."""
+    """Return fp32 values as bf16, rounded up or down with probabilities that keep the mean. words: 16 random bits of
+    each, int32."""
     bits = (words + values.view(torch.int32)) & -0x10000
     return torch.where(torch.isfinite(values), bits.view(torch.float32), values).bfloat16()
 
 
 def words_of(states: Sequence[str], noise: Noise | None, first: int, like: Tensor) -> dict[str, Tensor | None]:
-    """The random bits of a rule's ``states`` and of remainders, for elements from number ``first`` on, as many as in
-    ``like``."""
+    """Return the random bits of a rule's ``states`` and of remainders, for elements from number ``first`` on.
+
+    like: a tensor with as many elements.
+    """
     if noise is None:
         return dict.fromkeys((*states, REMAINDER))
     words = random_bits_in_rows(noise, first, like.numel(), like.device)
@@ -198,7 +206,7 @@ def words_of(states: Sequence[str], noise: Noise | None, first: int, like: Tenso
 
 
 def joined(weight: Tensor, remainder: Tensor) -> Tensor:
-    """bf16 weights and their remainders, int8 → fp32."""
+    """Return the fp32 values of bf16 weights and their remainders, int8."""
     bits = weight.view(torch.int16).to(torch.int32)
     size = bits & 0x7FFF
     kept = remainder.to(torch.int32)
@@ -207,7 +215,8 @@ def joined(weight: Tensor, remainder: Tensor) -> Tensor:
 
 
 def split(values: Tensor, weight: Tensor, remainder: Tensor, words: Tensor | None) -> None:
-    """The opposite, rounded. words: 8 random bits of each element, int32; None: to nearest."""
+    """Store fp32 values as weights and remainders, rounded. words: 8 random bits of each element, int32; None: to
+    nearest."""
     bits = values.view(torch.int32)
     rounded_up = bits + (0x7F + ((bits >> 8) & 1) if words is None else words)
     upper = (rounded_up >> 8) & 0xFFFFFF
@@ -220,7 +229,7 @@ def split(values: Tensor, weight: Tensor, remainder: Tensor, words: Tensor | Non
 
 
 def cut(flats: Mapping[str, Tensor], start: int, end: int) -> dict[str, Tensor]:
-    """Elements [start, end) of tensors that an update is given; ValueError where that cuts a block of a state."""
+    """Return elements [start, end) of an update's tensors. Raises ValueError if that cuts a block of a state."""
     scales = {name for name in flats if name.endswith(SCALE)}
     if scales and start % BLOCK:
         raise ValueError(f"update: expected spans that begin at multiples of {BLOCK} elements, got {start}")

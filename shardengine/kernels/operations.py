@@ -1,9 +1,9 @@
-"""Every operation of the library, declared once: what it promises, whatever carries it out.
+"""Every operation of the library, declared once: its contract, whatever the implementation.
 
-An operation checks nothing about its tensors beyond what would corrupt memory: they are the engine's own. All of them
-are flat and contiguous unless said otherwise, and lie on one device: ValueError where one of the first few does not.
-``implementation`` chooses who carries it out: ``reference`` and its neighbours in torch, ``native``'s C++ on a CPU,
-Triton kernels on a GPU. All give the same bits. Where tensors have no values ``meta`` checks more and computes nothing.
+An operation checks its tensors only as far as is needed not to corrupt memory: they are the engine's own. All are flat
+and contiguous unless stated otherwise, and lie on one device: ValueError if one of the first few does not.
+``implementation`` chooses: ``reference`` and its neighbours in torch, ``native``'s C++ on a CPU, Triton kernels on a
+GPU. All give the same bits. For tensors without values ``meta`` checks more and computes nothing.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from shardengine.kernels.spans import Spans
 
 _CHOICES = ("auto", "reference", "native", "triton")
 _ASKED = 8
-"""Tensors of a call that are asked for their device, which takes 0.1 µs each."""
+"""The number of tensors of a call whose device is checked, which takes 0.1 µs each."""
 
 
 class _Without(threading.local):
-    """In each thread: what carries out operations in its place, of the last ``without_values`` that is open."""
+    """Per thread: the implementations of the ``without_values`` blocks that are open, the innermost last."""
 
     def __init__(self) -> None:
         self.open: list[Any] = []
 
 
 _without = _Without()
-"""For each ``without_values`` that is open who carries operations out."""
+"""The open ``without_values`` blocks of the current thread."""
 _withdrawn: set[str] = set()
-"""Types of device for which another rank has no kernels of ours, so that this one does not use its own."""
+"""Types of device for which another rank lacks our kernels, so that this rank does not use its own."""
 
 
 class Offer(IntEnum):
-    """What a rank says of one type of device before all ranks agree on who carries out the operations there.
+    """The capability of a rank on one type of device, before all ranks agree on an implementation for it.
 
-    TORCH: torch alone · OWN: kernels of ours, or torch · REQUIRED: kernels of ours or none, its environment says ·
-    FAILED: torch alone, because a first launch has failed.
+    TORCH: torch alone · OWN: our kernels, or torch · REQUIRED: our kernels only, as its environment demands · FAILED:
+    torch alone, because a first launch has failed.
     """
 
     TORCH = 0
@@ -63,7 +63,8 @@ class Offer(IntEnum):
 
 
 class Offers(NamedTuple):
-    """A rank's, for its CPU and for its device, which may be that. problem: what has failed, "" for nothing."""
+    """A rank's offers, for its CPU and for its device, which may be the CPU. problem: the failure, "" if there is
+    none."""
 
     cpu: Offer
     device: Offer
@@ -76,16 +77,18 @@ class Offers(NamedTuple):
 
     @staticmethod
     def unpacked(packed: int) -> Offers:
-        """The opposite, without the problem."""
+        """Return the offers that ``packed`` holds, without the problem."""
         return Offers(Offer(packed & 3), Offer(packed >> 2))
 
 
 @functools.cache
 def wanted() -> str:
-    """What SHARDENGINE_KERNELS says; ``UsageError`` where that is no choice."""
+    """Return the value of SHARDENGINE_KERNELS, "auto" if it is unset. Raises UsageError for an unknown value."""
     choice = os.environ.get("SHARDENGINE_KERNELS") or "auto"
     if choice not in _CHOICES:
-        raise UsageError(f"SHARDENGINE_KERNELS: expected one of {', '.join(_CHOICES)}, got {choice!r}")
+        raise UsageError(
+            f"SHARDENGINE_KERNELS: expected one of {', '.join(_CHOICES)}, got {choice!r}", code="kernels-choice-unknown"
+        )
     return choice
 
 
@@ -95,17 +98,21 @@ def _native() -> ModuleType | None:
     if module.load() is not None:
         return module
     if wanted() == "native":
-        raise UsageError("SHARDENGINE_KERNELS=native: they cannot be had; SHARDENGINE_NATIVE=require says what to do")
+        raise UsageError(
+            "SHARDENGINE_KERNELS=native: they cannot be had; SHARDENGINE_NATIVE=require says what to do",
+            code="kernels-native-unavailable",
+        )
     return None
 
 
 def implementation(device: torch.device) -> ModuleType | None:
-    """The module of native or of Triton kernels where they serve ``device``, None where torch does.
+    """Return the module of native or Triton kernels that serves ``device``, or None if torch does.
 
-    The environment variable SHARDENGINE_KERNELS says "reference" for every device, "triton" for every device (on a CPU
-    it needs Triton's interpreter, TRITON_INTERPRET=1), "native" for CPUs, where it then must be there, or "auto":
-    Triton on GPUs, native on CPUs where it can be had. Each is imported here, at its first use: on a CPU Triton never
-    is. SHARDENGINE_NATIVE and SHARDENGINE_ISA are ``native.library``'s. Ranks of one engine agree (``offer``).
+    The environment variable SHARDENGINE_KERNELS is "reference" (torch on every device), "triton" (on every device; on a
+    CPU it needs Triton's interpreter, TRITON_INTERPRET=1), "native" (on CPUs; an error if it is not available) or
+    "auto": Triton on GPUs, native on CPUs if it is available. Each module is imported here, at its first use: on a CPU
+    Triton never is. SHARDENGINE_NATIVE and SHARDENGINE_ISA are ``native.library``'s. Ranks of one engine agree
+    (``offer``).
     """
     if _without.open:
         module: ModuleType = _without.open[-1]
@@ -120,11 +127,11 @@ def implementation(device: torch.device) -> ModuleType | None:
 
 
 Report = Callable[[str, Mapping[str, Any], Any], None]
-"""Is told of an operation: its name, what it was given by name, what it returned."""
+"""Called for each operation, with its name, its arguments by name, and its result."""
 
 
 class _Reporting:
-    """As ``meta``; each operation is reported when it is over."""
+    """The operations of ``meta``, each reported when it is over."""
 
     def __init__(self, report: Report) -> None:
         self._report = report
@@ -140,15 +147,16 @@ class _Reporting:
             self._report(name, given, result)
             return result
 
-        setattr(self, name, reporting)  # asked once
+        setattr(self, name, reporting)  # the next lookup finds it
         return reporting
 
 
 @contextmanager
 def without_values(report: Report | None = None) -> Iterator[None]:
-    """Inside, in this thread, what operations are given has shapes and no values, whatever its device: ``meta``'s.
+    """Carry out operations with ``meta`` inside, in this thread: their tensors have shapes and no values, on any
+    device.
 
-    report: is told of each, since none of them is an operation of torch there.
+    report: called for each operation, since none of them is an operation of torch inside.
     """
     _without.open.append(meta if report is None else _Reporting(report))
     try:
@@ -158,7 +166,7 @@ def without_values(report: Report | None = None) -> Iterator[None]:
 
 
 def has_values() -> bool:
-    """Whether tensors have values, so that they have addresses and can be computed with."""
+    """Return whether tensors have values, so that they have addresses and can be computed with."""
     return not _without.open
 
 
@@ -168,15 +176,16 @@ def _is_tritons(device_type: str) -> bool:
 
 
 def _named() -> bool:
-    """Whether the environment asks for Triton's kernels by name."""
+    """Return whether the environment asks for Triton's kernels by name."""
     return wanted() == "triton"
 
 
 def offer(device: torch.device, trial: Callable[[], None]) -> Offers:
-    """What this process can do on its CPU and on ``device``: builds and loads the native library where it may.
+    """Return the capabilities of this process on its CPU and on ``device``. Builds and loads the native library if
+    allowed.
 
-    trial: calls operations on ``device`` as training will; where they are Triton's it is called here, which compiles
-    them. UsageError where the environment asks for kernels by name and they cannot be had.
+    trial: calls operations on ``device`` as training will; if they are Triton's it is called here, which compiles them.
+    Raises UsageError if the environment asks for kernels by name that are not available.
     """
     _withdrawn.clear()  # by ranks of an earlier engine
     if device.type == "cpu":
@@ -193,12 +202,13 @@ def _offer_of(device: torch.device, trial: Callable[[], None] | None) -> tuple[O
             trial()
         except Exception as error:
             if _named() and isinstance(error, UsageError):
-                raise  # it says itself what is missing
+                raise  # its message names the missing part
             problem = f"{type(error).__name__}: {error}"
             if _named():
                 raise UsageError(
                     f"SHARDENGINE_KERNELS=triton: a first launch of Triton's kernels on {device} failed ({problem}). "
-                    "They need a C compiler and Python's headers; unset it to use torch instead, with the same bits"
+                    "They need a C compiler and Python's headers; unset it to use torch instead, with the same bits",
+                    code="kernels-triton-launch-failed",
                 ) from error
             return Offer.FAILED, problem
         return (Offer.REQUIRED if _named() else Offer.OWN), ""
@@ -209,13 +219,13 @@ def _offer_of(device: torch.device, trial: Callable[[], None] | None) -> tuple[O
 
 
 def withdraw(device_type: str, withdrawn: bool) -> None:
-    """Whether torch does the work on devices of this type from now on although there are kernels of ours. The bits are
-    the same."""
+    """Set whether torch does the work on devices of this type although our kernels are available. The bits are the
+    same."""
     (_withdrawn.add if withdrawn else _withdrawn.discard)(device_type)
 
 
 def _require_one_device(operation: str, device: torch.device, tensors: Iterable[Tensor | None]) -> None:
-    """For the first few: an address of another device would be read as one of this."""
+    """Check the first few tensors: an address of another device would be read as one of this device."""
     for tensor in itertools.islice(tensors, _ASKED):
         if tensor is not None and tensor.device != device:
             raise ValueError(f"{operation}: expected all tensors on one device, {device}, got one on {tensor.device}")
@@ -224,10 +234,11 @@ def _require_one_device(operation: str, device: torch.device, tensors: Iterable[
 def flatten(
     tensors: Sequence[Tensor], starts: Sequence[int], out: Tensor, *, scale: float = 1.0, add: bool = False
 ) -> None:
-    """``tensors[i]`` (contiguous, any shape, one dtype), · ``scale`` in fp32, rounded once, lie in ``out`` from
-    ``starts[i]`` (ascending) on; everything between them becomes zero. One launch for all of them.
+    """Copy ``tensors[i]`` to ``out`` from ``starts[i]`` (ascending) on, times ``scale`` in fp32, rounded once.
 
-    add: to what ``out`` holds, each sum in fp32 and rounded once; what lies between them stays.
+    The tensors are contiguous, of any shape and one dtype. All elements of ``out`` between them become zero. One launch
+    for all of them. add: add them to ``out``, each sum in fp32 and rounded once; the elements between them are left
+    alone.
     """
     end = 0
     for tensor, start in zip(tensors, starts, strict=True):
@@ -244,7 +255,7 @@ def flatten(
 
 
 def unflatten(flat: Tensor, starts: Sequence[int], outs: Sequence[Tensor]) -> None:
-    """The opposite: each of ``outs`` (contiguous, any shape and dtype) takes its elements of ``flat``, rounded once."""
+    """Copy from ``flat`` to each of ``outs`` (contiguous, any shape and dtype) its elements, rounded once."""
     if any(not 0 <= start <= flat.numel() - out.numel() for start, out in zip(starts, outs, strict=True)):
         raise ValueError(f"unflatten: expected starts inside of {flat.numel()} elements, got {list(starts)}")
     _require_one_device("unflatten", flat.device, outs)
@@ -264,8 +275,8 @@ def ordered_sum(
     """``out`` = (``total`` + the terms in tree order) / ``divisor``, rounded to ``rounded`` and to its own dtype.
 
     terms: one per rank, as long as ``out``, any floating dtype; the tree ((0+1)+(2+3))+… adds in fp32, each of its sums
-    is rounded to ``reduce_dtype`` · total: what earlier micro-batches left, None: nothing. ``out`` may be ``total`` or
-    one of the terms. nonfinite: 0-dim bool, becomes True where a result is not finite, and is left alone otherwise.
+    is rounded to ``reduce_dtype`` · total: the sum of earlier micro-batches, or None. ``out`` may be ``total`` or one
+    of the terms. nonfinite: 0-dim bool, becomes True if a result is not finite, and is left alone otherwise.
     """
     _require_one_device("ordered_sum", out.device, (total, nonfinite, *terms))
     module = implementation(out.device) or reference
@@ -275,29 +286,35 @@ def ordered_sum(
 
 
 def sum_of_squares(tensor: Tensor) -> Tensor:
-    """fp64, 0-dim, on its device, in the order of reference: [Note: Sum of squares].
+    """Return the sum of squares, fp64, 0-dim, on its device, in the order of reference: [Note: Sum of squares].
 
-    It is finite exactly where every element is (the square of an fp32 number cannot overflow fp64), so this one pass is
-    the finite check, too.
+    It is finite exactly if every element is (the square of an fp32 number cannot overflow fp64), so this one pass is
+    also the finite check.
     """
     return (implementation(tensor.device) or reference).sum_of_squares(tensor)
 
 
 def squares_of_slice(form: Factored, values: Tensor, offset: int) -> Tensor:
-    """Of elements [offset, offset + n) of a parameter their part of the sums of squares, fp64 [2, all_rows +
-    all_columns]: the sums, and what they lack, as in factored: [Note: Exact sums]. values: fp32 [n]."""
+    """Return the part of elements [offset, offset + n) in a parameter's sums of squares: fp64 [2, all_rows +
+    all_columns].
+
+    These are the sums and their errors, as in factored: [Note: Exact sums]. values: fp32 [n].
+    """
     module = factored if form.scattered else implementation(values.device) or factored
     return module.squares_of_slice(form, values, offset)
 
 
 def exact_sum_of_squares(values: Tensor) -> Tensor:
-    """fp32 [n] → fp64 [2]: the sum of their squares, and what it lacks."""
+    """Return the sum of the squares and its error: fp32 [n] → fp64 [2]."""
     return (implementation(values.device) or factored).exact_sum_of_squares(values)
 
 
 def direction_of_slice(form: Factored, gradient: Tensor, offset: int, scales: Tensor, most: float) -> Tensor:
-    """Elements [offset, offset + n) times their row's scale times their column's, a product that counts for ``most``
-    where it is more; rounded once to fp32. gradient: fp32 [n] · scales: fp64 [all_rows + all_columns]."""
+    """Return elements [offset, offset + n) times min(``most``, their row's scale times their column's), rounded once to
+    fp32.
+
+    gradient: fp32 [n] · scales: fp64 [all_rows + all_columns].
+    """
     module = factored if form.scattered else implementation(gradient.device) or factored
     return module.direction_of_slice(form, gradient, offset, scales, most)
 
@@ -320,7 +337,7 @@ def step_along(
 
 
 def squares_of_direction(form: Factored, gradient: Tensor, offset: int, scales: Tensor, most: float) -> Tensor:
-    """``exact_sum_of_squares`` of that."""
+    """Return the ``exact_sum_of_squares`` of ``direction_of_slice``."""
     module = factored if form.scattered else implementation(gradient.device) or factored
     return module.squares_of_direction(form, gradient, offset, scales, most)
 
@@ -337,14 +354,15 @@ def update(
 ) -> None:
     """One optimizer step of the elements in ``spans``, as in reference_update: [Note: One update].
 
-    flats: tensors of one length: "weight" (fp32, or bf16 where there is no master weight), "gradient" (fp32, bf16 or
-    fp16; left as it is), ``rule.states`` and, if wanted, "low", which takes the weight rounded to its dtype. A state is
-    fp32, bf16, or uint8 with its scales (fp32, one for 256 elements) under its name + ``moments.SCALE``: then spans are
-    of single parameters, begin at multiples of 256 and end at such or with their parameter. Beside a bf16 "weight" may
-    be its "remainder", int8 (moments: [Note: Remainders]); then there is no "low".
-    factor: 0-dim fp32, what the gradient is multiplied with · skip: 0-dim bool; where True nothing is written, decided
-    on the device · noise, state_noise: round a bf16 weight, and states that are not fp32 and remainders,
-    stochastically; elements are numbered by ``Span.first``.
+    flats: tensors of one length: "weight" (fp32, or bf16 if there is no master weight), "gradient" (fp32, bf16 or fp16;
+    not changed), ``rule.states`` and, if wanted, "low", which takes the weight rounded to its dtype. A state is fp32,
+    bf16, or uint8 with its scales (fp32, one for 256 elements) under its name + ``moments.SCALE``: then spans are of
+    single parameters, begin at multiples of 256, and end at such a multiple or with their parameter. Beside a bf16
+    "weight" may be its "remainder", int8 (moments: [Note: Remainders]); then there is no "low".
+
+    factor: 0-dim fp32, multiplied with the gradient · skip: 0-dim bool; if True nothing is written, decided on the
+    device · noise: rounds a bf16 weight stochastically · state_noise: the same for states that are not fp32 and for
+    remainders. Elements are numbered by ``Span.first``.
     """
     device = flats["weight"].device
     _require_one_device("update", device, (factor, skip, *flats.values()))
@@ -353,9 +371,9 @@ def update(
 
 
 def crc32(data: memoryview, value: int = 0) -> int:
-    """The CRC-32, as zlib has it, of contiguous bytes that follow others whose CRC-32 is ``value``.
+    """Return the CRC-32, as in zlib, of contiguous bytes that follow others whose CRC-32 is ``value``.
 
-    It sees every change of up to 32 neighbouring bits, any other but for one in 2**32; it is no signature.
+    It detects every change of up to 32 neighbouring bits, and misses one in 2**32 of the others; it is no signature.
     """
     module = _native() if not checksums.FASTEST and wanted() in ("native", "auto") else None
     found: int = (module or checksums).crc32(data, value)
@@ -372,13 +390,13 @@ def compress(
     saturated: Tensor | None = None,
     out: Compressed | None = None,
 ) -> Compressed:
-    """``values`` as "fp16", "bf16", "int8" or "int4", the latter two in blocks of ``block`` elements with a scale each,
-    as in compression: [Note: Blocks of integers].
+    """Return ``values`` as "fp16", "bf16", "int8" or "int4".
 
-    A float that would overflow becomes the largest finite one and is counted in ``saturated`` (0-dim int64); what was
-    not finite stays so. noise: rounds integers stochastically, keyed by the number of the element, which is ``first``
-    for values[0]. Shards are compressed as the whole would be if they are cut at multiples of ``block``. out: memory
-    for the result, which may be parts of a message; it comes back.
+    Integers are in blocks of ``block`` elements with a scale each, as in compression: [Note: Blocks of integers]. A
+    float that would overflow becomes the largest finite one and is counted in ``saturated`` (0-dim int64); infinities
+    and NaN are kept. noise: rounds integers stochastically, keyed by the number of the element, which is ``first`` for
+    values[0]. Shards are compressed as the whole would be if they are cut at multiples of ``block``. out: memory for
+    the result, which may be parts of a message; it is returned.
     """
     if kind not in compression.FLOATS and kind not in compression.LEVELS:
         raise ValueError(f"compress: expected fp16, bf16, int8 or int4, got {kind!r}")
@@ -394,15 +412,17 @@ def compress(
 
 
 def decompress(compressed: Compressed, out: Tensor) -> None:
-    """The opposite, rounded to ``out``'s dtype."""
+    """Write the decompressed values to ``out``, rounded to its dtype."""
     _require_block("decompress", compressed.block)
     _require_one_device("decompress", out.device, (compressed.values, compressed.scales))
     (implementation(out.device) or compression).decompress(compressed, out)
 
 
 def residual(values: Tensor, compressed: Compressed, out: Tensor, *, divisor: float = 1.0) -> None:
-    """``out`` = what ``compressed`` does not say of ``values``: values - ``decompress``, 0 where that is not finite,
-    / ``divisor``, each rounded to fp32. values, out: fp32, different memory."""
+    """``out`` = the error of ``compressed``: values - ``decompress``, 0 if that is not finite, / ``divisor``.
+
+    Each operation is rounded to fp32. values, out: fp32, different memory.
+    """
     _require_block("residual", compressed.block)
     _require_one_device("residual", out.device, (values, compressed.values, compressed.scales))
     (implementation(out.device) or compression).residual(values, compressed, out, divisor=divisor)

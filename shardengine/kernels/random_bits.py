@@ -1,6 +1,6 @@
-"""Random bits that depend on (seed, step, global element index) alone, so not on how data is cut or where it lies.
+"""Random bits that depend on (seed, step, global element index) alone, so not on the cuts and places of the data.
 
-A counter-based generator: no state, every element asks for its own 32 bits. [Note: Random bits]
+A counter-based generator without state: every element computes its own 32 bits. [Note: Random bits]
 
     mix(x)          the finaliser of MurmurHash3 (Appleby, 2011): xor-shift 16, · 0x85EBCA6B, xor-shift 13,
                     · 0xC2B2AE35, xor-shift 16, modulo 2^32; a bijection of 32-bit words
@@ -8,8 +8,8 @@ A counter-based generator: no state, every element asks for its own 32 bits. [No
                     k1 = mix(k0 + GOLDEN)
     bits(i)         mix(mix(low(i) ^ k0) + high(i) · GOLDEN + k1)
 
-[Note: Random bits in a row] Where every element needs bits in every step, half of the work: elements come in rows of
-256 by their number, and bits_in_row(i) = mix(bits(i // 256) + (i modulo 256) · GOLDEN).
+[Note: Random bits in a row] If every element needs bits in every step, half of the work is enough: elements are
+numbered in rows of 256, and bits_in_row(i) = mix(bits(i // 256) + (i modulo 256) · GOLDEN).
 
 GOLDEN = 0x9E3779B9; low and high are the 32-bit halves of a 64-bit number; all sums and products are modulo 2^32.
 """
@@ -27,7 +27,7 @@ ROW = 256
 
 
 class Noise(NamedTuple):
-    """What keys the random bits of one tensor in one step. Both are not negative and below 2^63."""
+    """The key of the random bits of one tensor in one step. Both numbers are not negative and below 2^63."""
 
     seed: int
     step: int
@@ -41,7 +41,7 @@ class Noise(NamedTuple):
 
 
 def random_bits(noise: Noise, first: int, count: int, device: torch.device | None = None) -> Tensor:
-    """32 random bits for each of the elements first, first + 1, …: int32 [count]."""
+    """Return 32 random bits for each of the elements first, first + 1, …: int32 [count]."""
     k0, k1 = (signed_word(word) for word in noise.key)
     index = torch.arange(first, first + count, dtype=torch.int64, device=device)
     low = index.to(torch.int32)  # modulo 2^32
@@ -50,7 +50,7 @@ def random_bits(noise: Noise, first: int, count: int, device: torch.device | Non
 
 
 def random_bits_in_rows(noise: Noise, first: int, count: int, device: torch.device | None = None) -> Tensor:
-    """As ``random_bits``: [Note: Random bits in a row]."""
+    """Return random bits as ``random_bits`` does, by [Note: Random bits in a row]."""
     begin = first % ROW
     rows = random_bits(noise, first // ROW, -(-(begin + count) // ROW), device)
     steps = torch.arange(ROW, dtype=torch.int32, device=device) * signed_word(GOLDEN)
@@ -65,7 +65,7 @@ def _mix(word: int) -> int:
 
 
 def mix_words(words: Tensor) -> Tensor:
-    """The mix of [Note: Random bits], of int32 words in place. A right shift keeps the sign: what it draws in is
+    """Apply the mix of [Note: Random bits] to int32 words in place. A right shift keeps the sign, so its result is
     masked."""
     words ^= (words >> 16) & 0xFFFF
     words *= signed_word(MIX_1)
@@ -76,5 +76,5 @@ def mix_words(words: Tensor) -> Tensor:
 
 
 def signed_word(word: int) -> int:
-    """A 32-bit word as the signed number with the same bits."""
+    """Return a 32-bit word as the signed number with the same bits."""
     return word - (1 << 32) if word >= 1 << 31 else word

@@ -1,25 +1,26 @@
 """The declared arithmetic of copies and sums, in torch. With ``reference_update.py`` this file *is* invariant 1.
 
-Owns: the order over ranks, where sums are divided and rounded, the norm, what a gradient is multiplied with.
-Must not know: process groups, stages, buckets. What each operation promises is in ``operations.py``.
+Owns: the order over ranks, where sums are divided and rounded, the norm, the factor of gradients. Must not know:
+process groups, stages, buckets. The contract of each operation is in ``operations.py``.
 
 [Note: One arithmetic]
 - ranks are added in a balanced tree over rank numbers, ((0+1)+(2+3)), an odd one out moving up unchanged; in fp32,
-  whatever carried them here (or in ``reduce_dtype``: each addition is then rounded to it)
+  whatever the dtype of the message (or in ``reduce_dtype``: each addition is then rounded to it)
 - micro-batches are added first to last; the first contribution is a copy (0 + -0.0 would be +0.0)
 - a gradient is rounded to the wire's dtype when it is sent, sums are fp32, the complete sum is divided once and rounded
-  once more to the wire's dtype; optimizers step fp32 weights (masters where the parameter has another dtype) with it
+  once more to the wire's dtype; optimizers step fp32 weights (masters if the parameter has another dtype) with it
 - squares are added in fp64, exactly as in [Note: Sum of squares]; the root is rounded once to fp32. The partial sums do
   depend on the rank slices: two layouts agree unless the exact root lies within ~1e-15 (relative) of a rounding
   boundary of fp32: one step in ~1e8
-- gradients are multiplied inside the update with ``gradient_factor``: one over the loss scale, and what clips them
+- gradients are multiplied inside the update with ``gradient_factor``: one over the loss scale, times the clipping
+  factor
 
 [Note: Sum of squares] The square of an fp32 number is exact in fp64. Elements are taken in blocks of 65 536 = 16 rows
 of 4096 lanes. Within a block each lane adds its rows first to last; then neighbouring lanes are added pair by pair,
 ((0+1)+(2+3))+…, down to one. The sums of the blocks are added in the same way, as rows of lanes of their own. Missing
 elements are zeros, which change no sum of squares.
 
-Passes over long tensors go chunk by chunk, so that what one operation wrote is still in cache for the next.
+Passes over long tensors go chunk by chunk, so that the results of one operation are still in cache for the next.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _CHUNK = 2 * LANES * ROWS
 
 
 def chunks(length: int, size: int = _CHUNK) -> Iterator[slice]:
-    """Slices of at most ``size`` elements that cover ``length``."""
+    """Yield slices of at most ``size`` elements that cover ``length``."""
     for start in range(0, length, size):
         yield slice(start, min(start + size, length))
 
@@ -101,9 +102,9 @@ def ordered_sum(
 
 
 def _tree(terms: list[Tensor], dtype: torch.dtype, place: Tensor | None) -> Tensor:
-    """The terms added pair by pair, each sum rounded to ``dtype``; fp32. One term comes back as it is, widened.
+    """Return the terms added pair by pair, each sum rounded to ``dtype``; fp32. A single term is returned widened.
 
-    place: where the last sum may be written, if it is fp32; it may be one of the terms.
+    place: memory for the last sum if it is fp32; it may be one of the terms.
     """
     level = [term.float() for term in terms]
     while len(level) > 1:
@@ -122,7 +123,7 @@ def sum_of_squares(tensor: Tensor) -> Tensor:
 
 
 def _squares(values: Tensor) -> Tensor:
-    """The sums of the blocks of at most one chunk: fp64 [blocks]."""
+    """Return the sums of the blocks of at most one chunk: fp64 [blocks]."""
     wide = values.double()
     wide = wide * wide
     block = LANES * ROWS
@@ -134,14 +135,14 @@ def _squares(values: Tensor) -> Tensor:
 
 
 def _lanes(values: Tensor) -> Tensor:
-    """The sum of [Note: Sum of squares] over rows of lanes, for any number of rows: 0-dim."""
+    """Return the sum of [Note: Sum of squares] over rows of lanes, for any number of rows: 0-dim."""
     lanes = min(LANES, 1 << (values.numel() - 1).bit_length())  # lanes that are all zeros add nothing
     padded = torch.cat([values, values.new_zeros(-values.numel() % lanes)])
     return _pairs(_rows(padded.view(1, -1, lanes)))[0]
 
 
 def _rows(blocks: Tensor) -> Tensor:
-    """[blocks, rows, lanes] → [blocks, lanes], rows added first to last."""
+    """Return [blocks, rows, lanes] → [blocks, lanes], rows added first to last."""
     total = blocks[:, 0].clone()
     for row in range(1, blocks.shape[1]):
         total += blocks[:, row]
@@ -149,24 +150,28 @@ def _rows(blocks: Tensor) -> Tensor:
 
 
 def _pairs(lanes: Tensor) -> Tensor:
-    """[blocks, lanes] → [blocks], neighbours added pair by pair; lanes: a power of two."""
+    """Return [blocks, lanes] → [blocks], neighbours added pair by pair; lanes: a power of two."""
     while lanes.shape[1] > 1:
         lanes = lanes[:, 0::2] + lanes[:, 1::2]
     return lanes[:, 0]
 
 
 def norm_from_squares(partials: Tensor, loss_scale: float = 1.0) -> Tensor:
-    """fp64 partial sums of squares (one per rank, added as lanes are) → the norm, rounded once to fp32 (0-dim).
+    """Return the norm from fp64 partial sums of squares (one per rank, added as lanes are), rounded once to fp32
+    (0-dim).
 
-    loss_scale: what the gradients were multiplied with; the norm is of what they are without it.
+    loss_scale: the factor that the gradients were multiplied with; the norm is that of the gradients without it.
     """
     total = _lanes(partials)
     return (total.sqrt() / torch.full_like(total, loss_scale)).float()
 
 
 def power_sum(tensor: Tensor, order: float) -> Tensor:
-    """The sum of the magnitudes to the power ``order``, added in fp64, or for inf the largest one, which is exact:
-    0-dim fp64. NaN where an element is."""
+    """Return the sum of the magnitudes to the power ``order``, added in fp64; for inf the largest magnitude: 0-dim
+    fp64.
+
+    The largest magnitude is exact. The result is NaN if an element is.
+    """
     if not tensor.numel():
         return torch.zeros((), dtype=torch.float64, device=tensor.device)
     if order == math.inf:
@@ -177,18 +182,18 @@ def power_sum(tensor: Tensor, order: float) -> Tensor:
 
 
 def join_powers(rows: Tensor, order: float) -> Tensor:
-    """``power_sum`` of all, of those of parts: [parts, …] → […]."""
+    """Return the ``power_sum`` of a whole from those of its parts: [parts, …] → […]."""
     return rows.amax(dim=0) if order == math.inf else rows.sum(dim=0)
 
 
 def norm_from_powers(power: Tensor, order: float, loss_scale: float = 1.0) -> Tensor:
-    """``power_sum`` → the norm of that order without the loss scale, rounded once to fp32."""
+    """Return the norm of that order, without the loss scale, from a ``power_sum``; rounded once to fp32."""
     root = power if order == math.inf else power.pow(1 / order)
     return (root / torch.full_like(root, loss_scale)).float()
 
 
 def gradient_factor(norm: Tensor, max_norm: float, loss_scale: float) -> Tensor:
-    """What gradients are multiplied with: min(1, max_norm / (norm + 1e-6)) / loss_scale; 0-dim fp32 beside ``norm``.
+    """Return the factor of gradients: min(1, max_norm / (norm + 1e-6)) / loss_scale; 0-dim fp32 beside ``norm``.
 
     norm: of the gradients without the loss scale · max_norm: 0 for no clipping.
     """

@@ -2,32 +2,32 @@
 
 Must not know: groups, step counts (``rules.py`` has made numbers of them), buckets.
 
-[Note: One update] Per element, in fp32, every line one or more operations that are each rounded on their own: no fused
-multiply-add, correctly rounded division and square root, in this order. The letters are the fields of ``rules.Rule``.
+[Note: One update] Per element, in fp32, in this order. Every line is one or more operations that are each rounded on
+their own: no fused multiply-add, correctly rounded division and square root. The letters are the fields of
+``rules.Rule``.
 
-    g = gradient · factor                            (without a factor: the gradient), negated where maximize
-    w = weight · decay                               where decay is not 1
-    g = g + w · l2                                   where l2 is not 0
+    g = gradient · factor                            (without a factor: the gradient), negated if maximize
+    w = weight · decay                               if decay is not 1
+    g = g + w · l2                                   if l2 is not 0
 
     Adam, AdamW   m = m · keep + g · take
                   v = v · keep_square + (g · take_square) · g
                   w = w - (m / (sqrt(v) + epsilon)) · rate
-    SGD           m = m · keep + g · take            (m = g where first); g = g + m · keep where nesterov, else g = m
+    SGD           m = m · keep + g · take            (m = g if first); g = g + m · keep if nesterov, else g = m
                   w = w - g · rate                   (without momentum: the gradient)
     Lion          w = w - sign(m · keep + g · take) · rate
                   m = m · keep_square + g · take_square
 
     weight = w, low = w rounded to low's dtype
 
-A weight that is bf16 itself is widened when it is read, and rounded when it is written: to nearest, or with ``noise``
-stochastically: the 16 low bits of a random word (random_bits: [Note: Random bits]) are added to the 32 bits of w, and
-the upper 16 are kept; what is not finite is rounded to nearest. A state that is not fp32 is widened when it is read,
-and narrowed when it is written (``moments``), stochastically with ``state_noise``; so is a bf16 weight with a
-remainder.
+A bf16 weight is widened when it is read, and rounded when it is written: to nearest, or with ``noise`` stochastically:
+the 16 low bits of a random word (random_bits: [Note: Random bits]) are added to the 32 bits of w, and the upper 16 are
+kept; a value that is not finite is rounded to nearest. A state that is not fp32 is widened when it is read, and
+narrowed when it is written (``moments``), stochastically with ``state_noise``; so is a bf16 weight with a remainder.
 
-[Note: Square roots] torch takes fp32 roots on a CPU from a vector library, which gives the neighbour of the correctly
-rounded root for one number in six. A root taken in fp64 and rounded to fp32 is correctly rounded: no root of an fp32
-number lies near enough to the middle between two.
+[Note: Square roots] On a CPU torch computes fp32 roots with a vector library, which returns a neighbour of the
+correctly rounded root for one number in six. A root computed in fp64 and rounded to fp32 is correctly rounded: no root
+of an fp32 number lies near enough to the midpoint between two fp32 numbers.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def update(
 
 
 def _update(at: dict[str, Tensor], rule: Rule, scale: float | None, noise: Noise | None, first: int) -> None:
-    """One chunk; ``first``: the number of its first element."""
+    """Update one chunk. first: the number of its first element."""
     gradient, stored = at["gradient"], at["weight"]
     scratch = torch.empty(stored.shape, dtype=torch.float32, device=stored.device)
     weight = stored if stored.dtype is torch.float32 else stored.float()
@@ -119,5 +119,8 @@ def _momentum(at: dict[str, Tensor], gradient: Tensor, rule: Rule, scratch: Tens
 
 
 def round_stochastically(values: Tensor, noise: Noise, first: int) -> Tensor:
-    """fp32 → bf16, up or down with probabilities that keep the mean. first: the number of the first element."""
+    """Return fp32 values as bf16, rounded up or down with probabilities that keep the mean.
+
+    first: the number of the first element.
+    """
     return moments.rounded(values, random_bits(noise, first, values.numel(), values.device) & 0xFFFF)

@@ -1,4 +1,4 @@
-"""The numbers of one optimizer update: what a group's options become, once per step, on the host.
+"""The numbers of one optimizer update, computed from a group's options once per step, on the host.
 
 Owns: the formulas that do not depend on an element, their rounding to fp32. The arithmetic per element is
 ``reference_update``'s ([Note: One update]). Must not know: tensors.
@@ -20,12 +20,12 @@ STATE_NAMES: Mapping[str, tuple[str, ...]] = {
 
 
 class Rule(NamedTuple):
-    """One kind's numbers for one step; every float is one that fp32 holds. What a kind does not have is 0.
+    """One kind's numbers for one step. Every float is an fp32 number; numbers that a kind does not use are 0.
 
-    kind: a key of STATE_NAMES · rate: what the direction is multiplied with · decay: what the weight is multiplied with
-    first (1: nothing) · l2: of the weight, is added to the gradient · keep, take: the first moment's old and new part
-    (SGD: momentum and 1 - dampening) · keep_square, take_square: the second moment's · epsilon: is added to its root ·
-    maximize, nesterov, first (SGD: its buffer is empty).
+    kind: a key of STATE_NAMES · rate: the factor of the direction · decay: the factor of the weight before the update
+    (1: none) · l2: the factor of the weight that is added to the gradient · keep, take: the first moment's factors, of
+    its old value and of the gradient (SGD: momentum and 1 - dampening) · keep_square, take_square: the second moment's
+    · epsilon: added to its root · maximize, nesterov, first (SGD: its buffer is empty).
     """
 
     kind: str
@@ -48,7 +48,8 @@ class Rule(NamedTuple):
 
 
 def rule_for(kind: str, group: Mapping[str, Any], step: int) -> Rule:
-    """The numbers for step number ``step`` (from 1) of the optimizer group with options ``group``, named as in torch.
+    """Return the numbers for step number ``step`` (from 1) of the optimizer group with options ``group``, named as in
+    torch.
 
     Adam (Kingma & Ba, 2015, in the form that ends its section 2: bias corrections folded into rate and epsilon), AdamW
     (Loshchilov & Hutter, 2019), SGD as in torch.optim, Lion (Chen et al., 2023, arXiv 2302.06675).
@@ -69,7 +70,7 @@ def rule_for(kind: str, group: Mapping[str, Any], step: int) -> Rule:
     try:
         root = math.sqrt(1 - beta2**step)
         corrected = rate * root / (1 - beta1**step)
-    except (ArithmeticError, ValueError):  # somebody has set betas that are not in [0, 1)
+    except (ArithmeticError, ValueError):  # betas that are not in [0, 1)
         root = corrected = math.nan
     rounded |= {"rate": _fp32(corrected), "epsilon": _fp32(float(group["eps"]) * root)}
     return Rule(kind, decay=decay if kind == "AdamW" else 1.0, l2=l2 if kind == "Adam" else 0.0, maximize=maximize,

@@ -1,6 +1,6 @@
-"""Where in flat tensors an operation works: ``Spans``. Integers only; a device's copy is made once.
+"""The parts of flat tensors that an operation works on: ``Spans``. Integers only; a device's copy is made once.
 
-Must not know: buckets, layouts, what is computed.
+Must not know: buckets, layouts, the operation.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Spans(tuple[Span, ...]):
     _tables: dict[tuple[torch.device, int], tuple[Tensor, Tensor]]
 
     def __new__(cls, spans: Iterable[tuple[int, int] | tuple[int, int, int]]) -> Spans:
-        """spans: (start, end) or (start, end, first). ValueError where they do not ascend."""
+        """spans: (start, end) or (start, end, first). Raises ValueError if they do not ascend."""
         made = super().__new__(cls, (Span(*span) for span in spans))
         edges = [edge for span in made for edge in span[:2]]
         if any(after < before for before, after in itertools.pairwise([0, *edges])):
@@ -41,14 +41,16 @@ class Spans(tuple[Span, ...]):
 
     @classmethod
     def whole(cls, count: int) -> Spans:
-        """All of a tensor of ``count`` elements; kept, so that its tables are made once per length."""
+        """Return the span of a whole tensor of ``count`` elements; cached, so that its tables are made once per
+        length."""
         return _whole(count)
 
     def table(self, device: torch.device, block: int) -> tuple[Tensor, Tensor]:
-        """For one launch over all spans, cut into blocks: int64 [spans, 3] and int32 [blocks, 2] on ``device``.
+        """Return the tables for one launch over all spans, cut into blocks: int64 [spans, 3] and int32 [blocks, 2] on
+        ``device``.
 
-        The first has a row (start, end, first) per span, the second a row (span, block of the span) per ``block``
-        elements, the last ones of a span being fewer.
+        The first has a row (start, end, first) per span. The second has a row (span, block of the span) per ``block``
+        elements; the last block of a span may have fewer.
         """
         found = self._tables.get((device, block))
         if found is None:
@@ -65,7 +67,7 @@ class Spans(tuple[Span, ...]):
 
     @property
     def elements(self) -> int:
-        """Elements in all spans."""
+        """The number of elements of all spans."""
         return sum(span.end - span.start for span in self)
 
 

@@ -1,4 +1,4 @@
-"""How many threads the native kernels take. Owns: that number. Must not know: why it is what it is."""
+"""The number of threads of the native kernels. Owns: that number. Must not know: why it was chosen."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ _said: int | None = None
 
 
 def use_threads(count: int | None) -> None:
-    """From now on the native kernels of this process take ``count`` threads; None: as many as torch. The bits stay."""
+    """Set the threads of this process's native kernels; None: as many as torch uses. The results have the same bits."""
     global _said
     _said = count
 
 
 def threads() -> int:
-    """Threads of one native kernel."""
+    """Return the number of threads of one native kernel."""
     return _said or torch.get_num_threads()

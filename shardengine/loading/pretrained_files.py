@@ -38,14 +38,18 @@ def found_by_transformers(record: Recording) -> Iterator[None]:
         if "transformers" in sys.modules:
             raise UsageError(
                 "meta_init: transformers was imported inside of the `with` block, where its loader cannot be exchanged "
-                "any more: expected `import transformers` before it"
+                "any more: expected `import transformers` before it",
+                code="meta-init-transformers-imported-inside",
             )
         return
     module: Any = importlib.import_module("transformers.modeling_utils")  # a lazy package
     kind = module.PreTrainedModel
     ordinary = getattr(kind, _LOADER, None)
     if ordinary is None:
-        raise UsageError(f"meta_init: transformers has no PreTrainedModel.{_LOADER}; expected release 5")
+        raise UsageError(
+            f"meta_init: transformers has no PreTrainedModel.{_LOADER}; expected release 5",
+            code="meta-init-transformers-release",
+        )
 
     def load(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any) -> Any:
         if state_dict is None:
@@ -71,18 +75,21 @@ def _check(files: Any, load_config: Any) -> None:
     if load_config.hf_quantizer is not None:
         raise NotInSlices(
             "from_pretrained inside of meta_init: expected weights that are not quantised, whose own form another "
-            "library makes; load such a model as usual, with values on every rank"
+            "library makes; load such a model as usual, with values on every rank",
+            code="meta-init-quantised-weights",
         )
     if load_config.device_map is not None and {str(place) for place in load_config.device_map.values()} != {"cpu"}:
         raise NotInSlices(
             f"from_pretrained inside of meta_init: expected no device_map, got {load_config.device_map!r}; the engine "
-            "places the weights"
+            "places the weights",
+            code="meta-init-device-map",
         )
     others = [str(file) for file in files or () if not str(file).endswith(".safetensors")]
     if not files or others:
         raise NotInSlices(
             f"from_pretrained inside of meta_init: expected safetensors files, got {others[0] if others else 'none'}, "
-            "which cannot be read in slices; load it once as usual and save_pretrained it"
+            "which cannot be read in slices; load it once as usual and save_pretrained it",
+            code="meta-init-weights-not-safetensors",
         )
 
 
@@ -92,8 +99,12 @@ def _check_fit(found: Any, load_config: Any) -> None:
         name, there, here = min(found.mismatched_keys)
         raise UsageError(
             f"{name!r} has shape {tuple(there)} in the weights and {tuple(here)} in the model: expected weights of "
-            "this model, or ignore_mismatched_sizes=True, which initialises it anew"
+            "this model, or ignore_mismatched_sizes=True, which initialises it anew",
+            code="weights-shape-differs",
         )
     if found.conversion_errors:
         name, text = next(iter(found.conversion_errors.items()))
-        raise UsageError(f"{name!r} cannot be converted as transformers does it: {text.strip().splitlines()[-1]}")
+        raise UsageError(
+            f"{name!r} cannot be converted as transformers does it: {text.strip().splitlines()[-1]}",
+            code="weights-not-convertible",
+        )

@@ -164,7 +164,9 @@ def recording(evaluate: Evaluate) -> Iterator[Recording]:
     """What is made on the CPU inside has no memory, and how it gets its values is written down. evaluate: computes what
     is asked for meanwhile."""
     if getattr(_under_way, "yes", False):
-        raise UsageError("meta_init: expected one at a time, this is inside of another one, which is enough")
+        raise UsageError(
+            "meta_init: expected one at a time, this is inside of another one, which is enough", code="meta-init-nested"
+        )
     record, _under_way.yes = Recording(evaluate=evaluate), True
     try:
         with _Recorder(record), _Appearance(record):
@@ -227,7 +229,8 @@ class _Recorder(TorchDispatchMode):
         if draws and any(not each.is_meta for each in _written(function._schema, tensors[:1], {})):
             raise UsageError(
                 f"meta_init: {name.removeprefix('aten::')} draws into a tensor that was made from data or outside of "
-                "it, which cannot be put off: make that tensor with torch.empty or torch.zeros inside of meta_init"
+                "it, which cannot be put off: make that tensor with torch.empty or torch.zeros inside of meta_init",
+                code="meta-init-draws-into-data",
             )
         if not any(argument.name == "device" for argument in function._schema.arguments):
             return draws and bool(tensors) and all(each.device.type == "cpu" for each in tensors)

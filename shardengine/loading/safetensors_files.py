@@ -80,7 +80,8 @@ class SafetensorsFiles:
             if twice := sorted(head.keys() & self.tensors.keys()):
                 raise UsageError(
                     f"{path}: it has {twice[0]!r}, and so has {self.tensors[twice[0]].path.name}: expected each tensor "
-                    "in one file; put other weights into folders of their own"
+                    "in one file; put other weights into folders of their own",
+                    code="weights-tensor-in-two-files",
                 )
             self.tensors.update(head)
 
@@ -129,7 +130,10 @@ class SafetensorsFiles:
         except OSError as error:
             raise _cannot_be_read(reading.path, reading.name, error) from error
         if short:
-            raise UsageError(f"{reading.path}: it ends inside of {reading.name!r}; copy or download the file again")
+            raise UsageError(
+                f"{reading.path}: it ends inside of {reading.name!r}; copy or download the file again",
+                code="weights-file-cut-off",
+            )
 
     def facts(self) -> list[str]:
         """What tells these files from others: their names, sizes, and a checksum of some blocks of each."""
@@ -169,7 +173,7 @@ class SafetensorsFiles:
 
 
 def _cannot_be_read(path: Path, name: str, error: OSError) -> UsageError:
-    return UsageError(f"{path}: {name!r} cannot be read: {error.strerror or error}")
+    return UsageError(f"{path}: {name!r} cannot be read: {error.strerror or error}", code="weights-file-unreadable")
 
 
 def _digest(path: Path) -> str:
@@ -180,7 +184,9 @@ def _digest(path: Path) -> str:
                 file.seek(max(size - _SAMPLE, 0) * number // (_SAMPLES - 1))
                 found = zlib.crc32(file.read(_SAMPLE), found)
     except OSError as error:
-        raise UsageError(f"{path}: it cannot be read: {error.strerror or error}") from error
+        raise UsageError(
+            f"{path}: it cannot be read: {error.strerror or error}", code="weights-file-unreadable"
+        ) from error
     return f"{size} bytes, {found:08x}"
 
 
@@ -188,12 +194,14 @@ def _files_of(place: Path) -> list[Path]:
     expected = "expected a folder with safetensors files, or one such file"
     if place.is_file():
         if place.suffix != ".safetensors":
-            raise UsageError(f"weights={str(place)!r}: {expected}, got another file")
+            raise UsageError(f"weights={str(place)!r}: {expected}, got another file", code="weights-not-safetensors")
         return [place]
     try:
         names = sorted(os.listdir(place))
     except OSError as error:
-        raise UsageError(f"weights={str(place)!r}: {expected}: {error.strerror}") from None
+        raise UsageError(
+            f"weights={str(place)!r}: {expected}: {error.strerror}", code="weights-folder-unreadable"
+        ) from None
     if _INDEX in names:
         return [place / name for name in _named_by_index(place / _INDEX)]
     found = [place / name for name in names if name.endswith(".safetensors")]
@@ -201,7 +209,7 @@ def _files_of(place: Path) -> list[Path]:
         pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth"))]
         has = f"{pickles[0]}, a pickle, which cannot be read in slices" if pickles else "none"
         cure = "; load it once with from_pretrained and save_pretrained it" if pickles else ""
-        raise UsageError(f"weights={str(place)!r}: {expected}, found {has}{cure}")
+        raise UsageError(f"weights={str(place)!r}: {expected}, found {has}{cure}", code="weights-not-safetensors")
     return found
 
 
@@ -210,7 +218,10 @@ def _named_by_index(path: Path) -> list[str]:
         table = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         return sorted(set(table.values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{path}: expected an index with 'weight_map': {type(error).__name__}: {error}") from None
+        raise UsageError(
+            f"{path}: expected an index with 'weight_map': {type(error).__name__}: {error}",
+            code="weights-index-damaged",
+        ) from None
 
 
 def _head(path: Path) -> Mapping[str, Entry]:
@@ -220,12 +231,17 @@ def _head(path: Path) -> Mapping[str, Entry]:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= min(_LARGEST_HEAD, size - 8):
-                raise UsageError(f"{path}: expected a safetensors file, its first 8 bytes are no length of a head")
+                raise UsageError(
+                    f"{path}: expected a safetensors file, its first 8 bytes are no length of a head",
+                    code="weights-file-damaged",
+                )
             head = json.loads(file.read(length))
     except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from None
+        raise UsageError(f"{path}: cannot be read: {error.strerror or error}", code="weights-file-unreadable") from None
     except ValueError as error:
-        raise UsageError(f"{path}: expected a safetensors file, its head is no JSON: {error}") from None
+        raise UsageError(
+            f"{path}: expected a safetensors file, its head is no JSON: {error}", code="weights-file-damaged"
+        ) from None
     found = {name: _entry(path, name, row, 8 + length, size) for name, row in head.items() if name != "__metadata__"}
     return found
 
@@ -235,12 +251,19 @@ def _entry(path: Path, name: str, row: Any, start: int, size: int) -> Entry:
         dtype, shape = _DTYPES[row["dtype"]], tuple(int(count) for count in row["shape"])
         first, end = row["data_offsets"]
     except (KeyError, TypeError, ValueError) as error:
-        raise UsageError(f"{path}: the head says nothing usable of {name!r}: {type(error).__name__}: {error}") from None
+        raise UsageError(
+            f"{path}: the head says nothing usable of {name!r}: {type(error).__name__}: {error}",
+            code="weights-file-damaged",
+        ) from None
     if end - first != math.prod(shape) * dtype.itemsize or first < 0:
-        raise UsageError(f"{path}: {name!r} of shape {shape} has {end - first} bytes, which is not its size")
+        raise UsageError(
+            f"{path}: {name!r} of shape {shape} has {end - first} bytes, which is not its size",
+            code="weights-file-damaged",
+        )
     if start + end > size:
         raise UsageError(
             f"{path}: {name!r} ends at byte {start + end}, the file has {size}: it was cut off; copy or download "
-            "it again"
+            "it again",
+            code="weights-file-cut-off",
         )
     return Entry(path, dtype, shape, start + first)

@@ -86,7 +86,8 @@ class _Watched:
         raise UsageError(
             f"weights=: read({name!r}, {first}, target) left its target, or an end of it, as it was given"
             f"{self._where}: expected all {target.numel()} elements ({target.dtype}) to be written, in place, from "
-            f"number {first} of {name!r} on"
+            f"number {first} of {name!r} on",
+            code="weights-reader-incomplete",
         )
 
 
@@ -110,7 +111,8 @@ class Source:
             raise UsageError(
                 f"{none[0]!r}{more} is on the meta device and has no values: expected it in the weights, or a model "
                 "made inside of `with shardengine.meta_init():`, where an initialiser gives it some; what was made on "
-                "torch.device('meta'), or moved or cast after that, has none"
+                "torch.device('meta'), or moved or cast after that, has none",
+                code="model-weights-without-values",
             )
 
     @classmethod
@@ -121,18 +123,23 @@ class Source:
         records = {id(r): r for t in tensors.values() if t.is_meta and (r := recording_of(t)) is not None}
         if len(records) > 1:
             raise UsageError(
-                f"the model's tensors come from {len(records)} meta_init blocks: expected all of it to be made in one"
+                f"the model's tensors come from {len(records)} meta_init blocks: expected all of it to be made in one",
+                code="meta-init-several-blocks",
             )
         record = next(iter(records.values()), None)
         if weights is None:
             return None if record is None else cls(model, record, {})
         if record is not None and record.sources:
-            raise UsageError("weights=: expected None, from_pretrained has said where this model's weights are")
+            raise UsageError(
+                "weights=: expected None, from_pretrained has said where this model's weights are",
+                code="weights-given-twice",
+            )
         real = next((name for name, parameter in model.named_parameters() if not parameter.is_meta), None)
         if real is not None and record is None:
             raise UsageError(
                 f"weights=: expected a model without values, but {real!r} has some: make the model inside of "
-                "`with shardengine.meta_init():`, or load its state dict and leave weights= out"
+                "`with shardengine.meta_init():`, or load its state dict and leave weights= out",
+                code="weights-for-model-with-values",
             )
         reader: Reader = (
             SafetensorsFiles.of(Path(weights)) if isinstance(weights, str | Path) else _Watched(weights, where)
@@ -204,7 +211,8 @@ def _match(model: nn.Module, record: Recording, reader: Reader) -> dict[int, Vie
         if tuple(facts.shape) != tuple(tensor.shape):
             raise UsageError(
                 f"{name!r} has shape {tuple(facts.shape)} in the weights and {tuple(tensor.shape)} in the model: "
-                "expected weights of this model; make the model as the one that was saved, or rename what differs"
+                "expected weights of this model; make the model as the one that was saved, or rename what differs",
+                code="weights-shape-differs",
             )
         if tensor.is_meta:
             found[id(tensor)] = view_of(record.add_source(reader, name))
@@ -225,4 +233,6 @@ def _refuse_unknown(model: nn.Module, unknown: Iterable[str], known: Mapping[str
             if hasattr(model, "from_pretrained")
             else f"; the nearest one that it has is {nearest(names[0], known)}"
         )
-        raise UsageError(f"the weights have {names[0]!r}{more}, which the model does not have{cure}")
+        raise UsageError(
+            f"the weights have {names[0]!r}{more}, which the model does not have{cure}", code="weights-not-in-model"
+        )

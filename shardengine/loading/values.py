@@ -241,7 +241,10 @@ class Values:
 
     def _source(self, storage: int) -> torch.UntypedStorage:
         if storage not in self._record.sources:
-            raise UsageError("a value is needed that nothing gives: the tensor was left on the meta device")
+            raise UsageError(
+                "a value is needed that nothing gives: the tensor was left on the meta device",
+                code="model-weights-without-values",
+            )
         reader, name = self._record.sources[storage]
         facts = reader.tensors[name]
         flat = torch.empty(math.prod(facts.shape), dtype=facts.dtype)

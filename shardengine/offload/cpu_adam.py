@@ -204,7 +204,8 @@ def _converted_state(parameter: Tensor, state: Mapping[str, Any], place: str) ->
     if missing or any(name in state for name in ("max_exp_avg_sq",)):
         raise UsageError(
             f"CPUAdam.load_state_dict: {place}: expected the states step, exp_avg and exp_avg_sq of Adam without "
-            f"amsgrad, got {', '.join(map(str, state))}; load what CPUAdam or torch.optim.AdamW has saved"
+            f"amsgrad, got {', '.join(map(str, state))}; load what CPUAdam or torch.optim.AdamW has saved",
+            code="cpu-adam-foreign-state",
         )
     found = {"step": torch.tensor(float(state["step"]), dtype=torch.float32)}
     for name in (*_MOMENTS, MASTER):
@@ -213,7 +214,8 @@ def _converted_state(parameter: Tensor, state: Mapping[str, Any], place: str) ->
             if value.shape != parameter.shape:
                 raise UsageError(
                     f"CPUAdam.load_state_dict: {place}: {name} has shape {tuple(value.shape)}, expected the "
-                    "parameter's; pass the parameters in the order in which they were saved"
+                    "parameter's; pass the parameters in the order in which they were saved",
+                    code="cpu-adam-state-shape-differs",
                 )
             found[name] = _laid_out(value.detach().to("cpu", torch.float32), parameter.detach())
     return found
@@ -247,7 +249,8 @@ def _check(parameter: Tensor, place: str) -> None:
     else:
         return
     raise UsageError(
-        f"CPUAdam: {place}: expected a dense fp32, bf16 or fp16 parameter on the CPU, got {came}; {advice}"
+        f"CPUAdam: {place}: expected a dense fp32, bf16 or fp16 parameter on the CPU, got {came}; {advice}",
+        code="cpu-adam-parameter-unsupported",
     )
 
 
@@ -256,19 +259,32 @@ def _check_gradient(gradient: Tensor, place: str) -> None:
         raise UsageError(
             f"CPUAdam: {place}: expected a dense gradient in fp32, bf16 or fp16 on the CPU, got {gradient.dtype} of "
             f"layout {gradient.layout} on {gradient.device}; for an embedding with sparse=True switch that off, or use "
-            "torch.optim.SparseAdam for it"
+            "torch.optim.SparseAdam for it",
+            code="cpu-adam-gradient-unsupported",
         )
 
 
 def _check_options(group: Mapping[str, Any], number: int) -> None:
     for name in _NOT_AVAILABLE:
         if group.get(name):
-            raise UsageError(f"CPUAdam: group {number}: option {name}=True is not available; leave it out")
+            raise UsageError(
+                f"CPUAdam: group {number}: option {name}=True is not available; leave it out",
+                code="cpu-adam-option-unavailable",
+            )
     lr, betas = group["lr"], tuple(group["betas"])
     if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise UsageError(f"CPUAdam: group {number}: lr: expected a number or a tensor of one, got {tuple(lr.shape)}")
+        raise UsageError(
+            f"CPUAdam: group {number}: lr: expected a number or a tensor of one, got {tuple(lr.shape)}",
+            code="cpu-adam-option-invalid",
+        )
     for name in ("lr", "eps", "weight_decay"):
         if not float(group[name]) >= 0:
-            raise UsageError(f"CPUAdam: group {number}: {name}: expected a number of at least 0, got {group[name]}")
+            raise UsageError(
+                f"CPUAdam: group {number}: {name}: expected a number of at least 0, got {group[name]}",
+                code="cpu-adam-option-invalid",
+            )
     if len(betas) != 2 or not all(0 <= float(beta) < 1 for beta in betas):
-        raise UsageError(f"CPUAdam: group {number}: betas: expected two numbers in [0, 1), got {group['betas']}")
+        raise UsageError(
+            f"CPUAdam: group {number}: betas: expected two numbers in [0, 1), got {group['betas']}",
+            code="cpu-adam-option-invalid",
+        )

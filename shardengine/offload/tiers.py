@@ -159,7 +159,8 @@ class Tiers:
                 f"(device_memory, or what the rank with the least memory had free), got "
                 f"{least:,} with all of the optimizer's state away. Give it more memory, "
                 "shard more (a higher stage, more ranks, offload_param), or take a smaller reduce_bucket_size or "
-                "stage3_prefetch_bucket_size, whose buffers are counted"
+                "stage3_prefetch_bucket_size, whose buffers are counted",
+                code="offload-ratio-nothing-fits",
             )
         return self._first(min(fewest, count))
 

@@ -86,7 +86,8 @@ def decide(asked: Question, mesh: Mesh) -> dict[str, int]:
         if config.optimizer is None and not asked.options:
             raise UsageError(
                 'expected an optimizer, whose states a plan has, where the config says "auto": in the config, or '
-                "optimizer="
+                "optimizer=",
+                code="auto-without-optimizer",
             )
         return this_machine(mesh.device, mesh.ranks, config), config
 
@@ -156,9 +157,11 @@ def decide_alone(
         if names == [MICRO] and global_batch(asked.base, where.ranks) is not None:
             return {}, f"{MICRO} is worked out from the other batch sizes, since no plan was made: {why}"
         made = "" if asked.batch is not None else ", and batch= of your own where the one that was made is no batch"
-        raise UsageError(f'{" and ".join(names)}: "auto" cannot be decided: {why}; write a value{made}')
+        raise UsageError(
+            f'{" and ".join(names)}: "auto" cannot be decided: {why}; write a value{made}', code="auto-not-decided"
+        )
     if found.plan is None:
-        raise NothingFits(f'{" and ".join(names)}: "auto", but {"; ".join(found.needed)}')
+        raise NothingFits(f'{" and ".join(names)}: "auto", but {"; ".join(found.needed)}', code="auto-nothing-fits")
     config = found.plan.config
     values = {STAGE: config.zero_optimization.stage, MICRO: config.train_micro_batch_size_per_gpu or 1}
     values = {name: values[name] for name in names}

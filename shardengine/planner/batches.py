@@ -46,7 +46,8 @@ def example(model: nn.Module, samples: int, length: int | None) -> dict[str, Ten
     if not batch or not ("labels" in takes or ends):
         raise UsageError(
             f"plan: expected batch=, a mapping of what {type(model).__name__}.forward takes, and loss=, a function of "
-            "what it returns: one is made for models of transformers that take input_ids or pixel_values, and labels"
+            "what it returns: one is made for models of transformers that take input_ids or pixel_values, and labels",
+            code="plan-batch-missing",
         )
     if "labels" not in takes:
         return batch | {name: torch.zeros(samples, dtype=torch.int64) for name in ends}
@@ -67,7 +68,8 @@ def on_host(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``batch`` with tensors on a device replaced by zeros on the host. ``UsageError`` if it is no mapping."""
     if not isinstance(batch, Mapping):
         raise UsageError(
-            f"plan: expected batch= to be a mapping of what forward takes, by name, got {type(batch).__name__}"
+            f"plan: expected batch= to be a mapping of what forward takes, by name, got {type(batch).__name__}",
+            code="plan-batch-not-a-mapping",
         )
     return {
         name: torch.zeros(each.shape, dtype=each.dtype) if isinstance(each, Tensor) and not each.is_cpu else each
@@ -115,7 +117,7 @@ def _tokens(config: Any, length: int | None) -> int:
     ``UsageError`` if ``length`` exceeds the positions of a model that learns them.
     """
     if length is not None and length < 1:
-        raise UsageError(f"plan: expected length to be 1 token or more, got {length}")
+        raise UsageError(f"plan: expected length to be 1 token or more, got {length}", code="length-invalid")
     names = ("n_positions", "max_position_embeddings")
     positions = next((found for name in names if isinstance(found := getattr(config, name, None), int)), None)
     rotates = any(hasattr(config, name) for name in ("rope_theta", "rope_parameters", "rope_scaling"))
@@ -123,7 +125,8 @@ def _tokens(config: Any, length: int | None) -> int:
         return LENGTH if positions is None else min(LENGTH, positions)
     if positions is not None and length > positions and not rotates:
         raise UsageError(
-            f"plan: expected length to be at most the {positions} positions that the model has, got {length}"
+            f"plan: expected length to be at most the {positions} positions that the model has, got {length}",
+            code="length-beyond-positions",
         )
     return length
 
@@ -139,6 +142,7 @@ def loss_of(returned: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.dim():
         raise UsageError(
             f"plan: expected forward to return a loss, or something that has one, got {_shown(returned)}: "
-            "loss=, a function of what it returns, says how to come to a scalar"
+            "loss=, a function of what it returns, says how to come to a scalar",
+            code="plan-without-loss",
         )
     return loss

@@ -220,7 +220,10 @@ def choose(
     """
     where, options = hardware_of(hardware, "choose"), options_of(options, "choose")
     if not isinstance(config, (str, Path, Mapping)):
-        raise UsageError(f"choose: expected config to be a mapping, or a file of one, got {type(config).__name__}")
+        raise UsageError(
+            f"choose: expected config to be a mapping, or a file of one, got {type(config).__name__}",
+            code="config-wrong-type",
+        )
     base = read_tree(Path(config)) if isinstance(config, (str, Path)) else copy.deepcopy(dict(config))
     _check(base)
     with without_values():
@@ -286,7 +289,8 @@ class _Search:
         if not self._grows():
             raise UsageError(
                 "choose: expected batch= of tensors [samples, ...] by name, got one of which nothing would be larger "
-                "with more samples"
+                "with more samples",
+                code="plan-batch-without-samples",
             )
         self._known: dict[ConfigCandidate, Plan | None] = {}
         self._problems: dict[ConfigCandidate, str] = {}
@@ -551,7 +555,10 @@ class _Search:
         ``UsageError`` if no candidate could be planned at all.
         """
         if not any(self._known.values()):
-            raise UsageError(f"choose: no config can be planned: {next(iter(self._problems.values()))}")
+            raise UsageError(
+                f"choose: no config can be planned: {next(iter(self._problems.values()))}",
+                code="plan-choose-nothing-planned",
+            )
         order = [*rows[:_CHECKED], *sorted(rows[_CHECKED:], key=lambda row: max(map(_part, row.plan.tiers)))[:1]]
         for row in order:
             self._say(f"a check of {_words(row.candidate)}")

@@ -420,7 +420,8 @@ def _told() -> Iterator[None]:
         raise UsageError(
             f"plan: the model asks for what only data says ({error.func}): expected code whose shapes follow from "
             "those of its inputs; a mixture of experts of transformers has it with "
-            'experts_implementation="grouped_mm", and a loop over the experts that were chosen has not'
+            'experts_implementation="grouped_mm", and a loop over the experts that were chosen has not',
+            code="plan-model-needs-data",
         ) from error
     except (RuntimeError, NotImplementedError) as error:
         if isinstance(error, ShardEngineError):
@@ -429,7 +430,8 @@ def _told() -> Iterator[None]:
         raise UsageError(
             f"plan: the model does not run on tensors without values ({type(error).__name__}: "
             f"{told}): expected code that trains on a CPU and reads no values, and of "
-            "operations of your own which shapes they give (torch.library.register_fake)"
+            "operations of your own which shapes they give (torch.library.register_fake)",
+            code="plan-model-needs-values",
         ) from error
 
 

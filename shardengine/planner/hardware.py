@@ -38,7 +38,10 @@ class Link(NamedTuple):
         """Parse "50GB/s" or "50GB/s@10us". ``UsageError``, naming ``what``, for anything else."""
         match = _LINK.fullmatch(text.strip())
         if match is None:
-            raise UsageError(f"{what}: expected a speed and maybe a latency, as 50GB/s@10us, got {text!r}")
+            raise UsageError(
+                f"{what}: expected a speed and maybe a latency, as 50GB/s@10us, got {text!r}",
+                code="hardware-speed-unreadable",
+            )
         latency = float(match[2]) * _SECONDS[match[3].lower()] if match[2] else LATENCY_S
         return cls(parse_bytes(match[1], what), latency)
 
@@ -72,12 +75,14 @@ class Hardware:
         if self.ranks < 1 or (self.node_ranks is not None and (self.node_ranks < 1 or self.ranks % self.node_ranks)):
             raise UsageError(
                 f"hardware: expected one rank or more, in whole nodes, got {self.ranks} ranks and "
-                f"{self.node_ranks} in a node"
+                f"{self.node_ranks} in a node",
+                code="hardware-ranks-not-whole-nodes",
             )
         if self.usable_bytes <= 0:
             raise UsageError(
                 f"hardware: expected devices of more than {show_bytes(self.reserved_bytes)}, which CUDA and NCCL take, "
-                f"got {show_bytes(self.device_bytes)}"
+                f"got {show_bytes(self.device_bytes)}",
+                code="hardware-device-too-small",
             )
 
     @classmethod
@@ -98,7 +103,9 @@ class Hardware:
             raise TypeError(f"Hardware.parse takes link, node_link, tflops and memory, not {', '.join(unknown)}")
         match = _GPUS.fullmatch(gpus.strip())
         if match is None:
-            raise UsageError(f"gpus: expected a number and a size, as 4x24GB, got {gpus!r}")
+            raise UsageError(
+                f"gpus: expected a number and a size, as 4x24GB, got {gpus!r}", code="hardware-gpus-unreadable"
+            )
         host = None if host_memory is None else parse_bytes(host_memory, "host memory")
         size, _, speed = (nvme or "").partition("@")
         disk = None if nvme is None else parse_bytes(size, "nvme")
@@ -149,7 +156,9 @@ def _parse_flops(text: str | None) -> dict[str, float]:
         except ValueError:
             value = 0.0
         if not 0 < value < _MOST_FLOPS or not {*names} <= {"bf16", "fp16", "fp32", "fp64"}:
-            raise UsageError(f"tflops: expected numbers, as 312 or 312,fp32=19.5, got {text!r}")
+            raise UsageError(
+                f"tflops: expected numbers, as 312 or 312,fp32=19.5, got {text!r}", code="hardware-flops-unreadable"
+            )
         found |= dict.fromkeys(names, value)
     return found
 
@@ -158,9 +167,11 @@ def parse_bytes(text: str, what: str) -> int:
     """Parse "24GB", "80 GiB" or "1.5TB". ``UsageError``, naming ``what``, for anything else."""
     match = _SIZE.fullmatch(text.strip())
     if match is None or not float(match[1]) or not (match[2] or match[3]):
-        raise UsageError(f"{what}: expected a size, as 24GB or 80GiB, got {text!r}")
+        raise UsageError(f"{what}: expected a size, as 24GB or 80GiB, got {text!r}", code="size-unreadable")
     if match[3] == "b" and (match[2] or "").isupper():
-        raise UsageError(f"{what}: expected bytes, as 25GB, got {text!r}, which are bits: 8 of them are a byte")
+        raise UsageError(
+            f"{what}: expected bytes, as 25GB, got {text!r}, which are bits: 8 of them are a byte", code="size-in-bits"
+        )
     return round(float(match[1]) * _UNITS[(match[2] or "").upper()])
 
 

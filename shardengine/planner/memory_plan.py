@@ -198,7 +198,10 @@ def hardware_of(hardware: Any, what: str) -> Hardware:
     """Return ``hardware``, parsed if it is a text. ``UsageError``, naming ``what``, for anything else."""
     where = Hardware.parse(hardware) if isinstance(hardware, str) else hardware
     if not isinstance(where, Hardware):
-        raise UsageError(f'{what}: expected hardware to be a text, as "4x24GB", or a Hardware, got {where!r}')
+        raise UsageError(
+            f'{what}: expected hardware to be a text, as "4x24GB", or a Hardware, got {where!r}',
+            code="plan-hardware-wrong-type",
+        )
     return where
 
 
@@ -211,7 +214,8 @@ def options_of(options: Mapping[str, Any], what: str) -> dict[str, Any]:
     if unknown:
         raise UsageError(
             f"{what}: expected of initialize's arguments optimizer alone, got {', '.join(unknown)}: the ranks are "
-            "those of hardware, and what is trained are the parameters that require a gradient"
+            "those of hardware, and what is trained are the parameters that require a gradient",
+            code="plan-option-unsupported",
         )
     return {name: value for name, value in options.items() if name == "optimizer"}
 
@@ -354,7 +358,8 @@ def made(model: Any) -> nn.Module:
     if not isinstance(found, nn.Module):
         came = f"the class {found.__name__}" if isinstance(found, type) else f"a {type(found).__name__}"
         raise UsageError(
-            f"plan: expected model to be a torch module, or a function without arguments that makes one, got {came}"
+            f"plan: expected model to be a torch module, or a function without arguments that makes one, got {came}",
+            code="plan-model-wrong-type",
         )
     return found
 

@@ -71,7 +71,7 @@ def test_a_report_that_stands_breaks_off_what_is_in_flight(monkeypatch: pytest.M
     raises_in(two, "step 1")
     reason = looks_until(watching, one)
     assert reason.startswith(
-        "rank 1 raised: Boom: loud (in step 1, unit 'block'). Meanwhile all-gather number 1 on rank 0"
+        "rank 1 raised: Boom: loud (in step 1, unit 'block'). This rank is blocked in all-gather number 1 on rank 0"
     )
 
 

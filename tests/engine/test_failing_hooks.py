@@ -79,7 +79,7 @@ def test_a_hook_that_raises_on_one_rank_ends_the_wait_of_the_others(overlap: boo
     pool.stop(force=True)
     assert raised == "ValueError: no more codebook"
     assert waits.startswith("CommunicationError: rank 1 raised: ValueError: no more codebook (in backward"), waits
-    assert "Meanwhile communication hook number 3 on rank 0 for bucket" in waits, waits
+    assert "This rank is blocked in communication hook number 3 on rank 0 for bucket" in waits, waits
 
 
 def test_an_error_on_every_rank_is_the_hooks_own() -> None:

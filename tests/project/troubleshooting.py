@@ -8,12 +8,14 @@ An entry is a line with the code and a fence with the message:
     engine.join() inside another engine's join() would deadlock: …
     ```
 
-`python -m tests.project.troubleshooting` writes the fences. A fence without a code quotes a warning or another text.
+`python -m tests.project.troubleshooting` writes the fences; of several messages with one code, the one that is most like
+the fence before. A fence without a code quotes a warning or another text.
 """
 
 from __future__ import annotations
 
 import ast
+import difflib
 import re
 import textwrap
 from collections.abc import Iterator
@@ -44,7 +46,9 @@ def coded(source: str) -> Iterator[tuple[str, str]]:
         if isinstance(node, ast.Call) and node.args:
             for keyword in node.keywords:
                 if keyword.arg == "code" and isinstance(keyword.value, ast.Constant):
-                    yield str(keyword.value.value), " ".join(message_of(node.args[0]).split())
+                    message = " ".join(message_of(node.args[0]).split())
+                    if message.strip("…"):  # others are made elsewhere
+                        yield str(keyword.value.value), message
 
 
 def messages() -> dict[str, list[str]]:
@@ -69,7 +73,8 @@ def written(page: str) -> str:
     def fence(entry: re.Match[str]) -> str:
         code, old = entry.groups()
         texts = [shown(message) for message in known[code]]
-        return f"`{code}`\n\n```text\n{old if old in texts else texts[0]}```"
+        near = max(texts, key=lambda text: difflib.SequenceMatcher(None, old, text[: len(old)]).ratio())
+        return f"`{code}`\n\n```text\n{near}```"
 
     return ENTRY.sub(fence, page)
 

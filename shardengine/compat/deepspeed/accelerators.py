@@ -283,7 +283,8 @@ def set_accelerator(accelerator: Any) -> None:
     if accelerator is not _ACCELERATOR:
         raise UsageError(
             f"set_accelerator: expected get_accelerator()'s, got {type(accelerator).__name__}; a GPU is used where "
-            "torch sees one, else the CPU"
+            "torch sees one, else the CPU",
+            code="deepspeed-accelerator-unknown",
         )
 
 

@@ -64,10 +64,14 @@ def readable(load_dir: str | Path, tag: str | None) -> Iterator[tuple[Path, str 
         if problem is not None:
             raise CheckpointError(
                 f"{place}, which DeepSpeed has written, could not be imported into {work}: {problem}. `shardengine "
-                "import SOURCE OUT` writes to another place"
+                "import SOURCE OUT` writes to another place",
+                code="deepspeed-checkpoint-not-imported",
             ) from problem
         if not (work / name).is_dir():
-            raise CheckpointError(f"{place}, which DeepSpeed has written, could not be imported: rank 0 says why")
+            raise CheckpointError(
+                f"{place}, which DeepSpeed has written, could not be imported: rank 0 says why",
+                code="deepspeed-checkpoint-not-imported",
+            )
         yield work, name, True
         processes.barrier()
     finally:

@@ -50,7 +50,10 @@ def kept(save_dir: str | Path, tag: str, given: Any) -> Iterator[Any]:
                 file.write(data.getbuffer())
                 os.fsync(file.fileno())
         except Exception as error:
-            problem = UsageError(f"client_state: it is not JSON, and torch.save could not write it: {error}")
+            problem = UsageError(
+                f"client_state: it is not JSON, and torch.save could not write it: {error}",
+                code="deepspeed-client-state-unsavable",
+            )
             problem.__cause__ = error
             try:
                 yield given  # the engine rejects it on every rank
@@ -75,16 +78,23 @@ def found(stored: dict[str, Any], place: Path) -> dict[str, Any]:
         if path.is_file():
             break
     else:
-        raise CheckpointError(f"{place / FILE}: the file is missing; it has the client state of this checkpoint")
+        raise CheckpointError(
+            f"{place / FILE}: the file is missing; it has the client state of this checkpoint",
+            code="deepspeed-client-state-missing",
+        )
     data = path.read_bytes()
     if hashlib.sha256(data).hexdigest() != stored[_CHECKSUM]:
-        raise CheckpointError(f"{path}: damaged; its SHA-256 is not the one in the checkpoint's index")
+        raise CheckpointError(
+            f"{path}: damaged; its SHA-256 is not the one in the checkpoint's index",
+            code="deepspeed-client-state-damaged",
+        )
     try:
         value: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise UsageError(
             f"{path}: the client state holds objects of classes that torch does not load from a file unasked; call "
-            f"torch.serialization.add_safe_globals([...]) with those that you trust before load_checkpoint: {error}"
+            f"torch.serialization.add_safe_globals([...]) with those that you trust before load_checkpoint: {error}",
+            code="deepspeed-client-state-unsafe",
         ) from error
     return value
 

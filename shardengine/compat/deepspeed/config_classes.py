@@ -396,7 +396,10 @@ class DeepSpeedConfig:
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
         """Read ``config``. AssertionError if batch sizes do not fit the world size; ValueError for wrong values."""
         if mpu is not None or mesh_device is not None:
-            raise UsageError("DeepSpeedConfig: expected no mpu and no mesh_device: all ranks are data-parallel")
+            raise UsageError(
+                "DeepSpeedConfig: expected no mpu and no mesh_device: all ranks are data-parallel",
+                code="deepspeed-parallelism-unavailable",
+            )
         tree = self._param_dict = foreign.written(foreign.given(config, None))
         self.world_size, self.global_rank = processes.get_world_size(), processes.get_rank()
         for name in TRIPLE:
@@ -422,7 +425,10 @@ class DeepSpeedConfig:
     def _configure_train_batch_size(self) -> None:
         total, micro, steps = (vars(self)[name] for name in TRIPLE)
         if total is None and micro is None:
-            raise AssertedError("config: expected train_batch_size or train_micro_batch_size_per_gpu")
+            raise AssertedError(
+                "config: expected train_batch_size or train_micro_batch_size_per_gpu",
+                code="deepspeed-batch-size-missing",
+            )
         if steps is None:
             steps = 1 if total is None or micro is None else total // (micro * self.world_size)
         micro = total // (steps * self.world_size) if micro is None and steps else micro
@@ -430,7 +436,8 @@ class DeepSpeedConfig:
         if not (total and micro and steps) or total != micro * steps * self.world_size or min(micro, steps) < 1:
             raise AssertedError(
                 f"config: expected train_batch_size = micro-batch × accumulation × ranks, got {total} and {micro} × "
-                f"{steps} × {self.world_size}"
+                f"{steps} × {self.world_size}",
+                code="deepspeed-batch-sizes-inconsistent",
             )
         self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps = (
             total,

@@ -28,7 +28,9 @@ class ValueRefusedError(UsageError, ValueError):
 def folder(call: str, given: str | os.PathLike[str]) -> str:
     """Return the argument ``given`` of ``call`` as a directory path; ValueRefusedError if it is no path, or empty."""
     if not isinstance(given, str | os.PathLike) or not os.fspath(given):
-        raise ValueRefusedError(f"{call}: expected the path of a directory, got {given!r}")
+        raise ValueRefusedError(
+            f"{call}: expected the path of a directory, got {given!r}", code="checkpoint-folder-not-a-path"
+        )
     return os.fspath(given)
 
 

@@ -111,16 +111,26 @@ def initialize(
 
 def _check(model: Any, more: tuple[Any, ...], others: Mapping[str, Any]) -> None:
     if not isinstance(model, nn.Module):
-        raise errors.AssertedError(f"deepspeed.initialize: expected model=, a torch module, got {type(model).__name__}")
+        raise errors.AssertedError(
+            f"deepspeed.initialize: expected model=, a torch module, got {type(model).__name__}",
+            code="initialize-wrong-type",
+        )
     if more:
-        raise UsageError("deepspeed.initialize: expected what comes after model_parameters by name, got positions")
+        raise UsageError(
+            "deepspeed.initialize: expected what comes after model_parameters by name, got positions",
+            code="deepspeed-arguments-by-position",
+        )
     for name, value in others.items():
         if name not in _WITHOUT_EFFECT and name not in _REFUSED:
-            raise UsageError(f"deepspeed.initialize: {name}= is unknown; expected config=, optimizer=, lr_scheduler=")
+            raise UsageError(
+                f"deepspeed.initialize: {name}= is unknown; expected config=, optimizer=, lr_scheduler=",
+                code="deepspeed-argument-unknown",
+            )
         if name in _REFUSED and value is not None:
             raise UsageError(
                 f"deepspeed.initialize: {name}= is not available: all ranks are data-parallel; tensor, sequence and "
-                "pipeline parallelism are not available"
+                "pipeline parallelism are not available",
+                code="deepspeed-parallelism-unavailable",
             )
 
 
@@ -306,7 +316,8 @@ class DeepSpeedEngine(Getters, Phases, nn.Module):
             raise UsageError(
                 "this DeepSpeedEngine was destroyed, by destroy() or because deepspeed.initialize was called again for "
                 "its model: expected the newest one. Where a framework evaluates before it trains, or trains twice, "
-                "make a new Trainer or Accelerator for that"
+                "make a new Trainer or Accelerator for that",
+                code="deepspeed-engine-destroyed",
             )
         return self._engine
 
@@ -336,7 +347,10 @@ class DeepSpeedEngine(Getters, Phases, nn.Module):
         UsageError for other arguments.
         """
         if others:
-            raise UsageError(f"backward: expected loss, retain_graph= and scale_wrt_gas=, got {', '.join(others)}=")
+            raise UsageError(
+                f"backward: expected loss, retain_graph= and scale_wrt_gas=, got {', '.join(others)}=",
+                code="deepspeed-backward-argument-unknown",
+            )
         self._divides_itself = True
         try:
             return self._live.backward(loss, retain_graph=retain_graph, divide=scale_wrt_gas)
@@ -349,7 +363,10 @@ class DeepSpeedEngine(Getters, Phases, nn.Module):
         UsageError with ``lr_kwargs``: set learning rates in ``optimizer.param_groups``, or use a scheduler.
         """
         if lr_kwargs:
-            raise UsageError("step: lr_kwargs is not available; set learning rates in engine.optimizer.param_groups")
+            raise UsageError(
+                "step: lr_kwargs is not available; set learning rates in engine.optimizer.param_groups",
+                code="deepspeed-step-lr-kwargs",
+            )
         steps, skipped = self._live.global_steps, self._was_skipped()
         self._step_phase()
         self._last_skipped = skipped if self._engine.global_steps == steps else None
@@ -359,7 +376,8 @@ class DeepSpeedEngine(Getters, Phases, nn.Module):
         if not self.managed_gradient_accumulation():
             raise errors.AssertedError(
                 "set_gradient_accumulation_boundary: expected no call where managed_gradient_accumulation is false; "
-                "every step() ends the window there"
+                "every step() ends the window there",
+                code="accumulation-boundary-not-managed",
             )
         self._live.set_gradient_accumulation_boundary(is_boundary)
 
@@ -486,7 +504,9 @@ class DeepSpeedEngine(Getters, Phases, nn.Module):
             except MismatchError as error:
                 if not str(error).startswith("the place given to save_checkpoint"):
                     raise
-                raise errors.AssertedMismatchError(*error.args) from error
+                raise errors.AssertedMismatchError(
+                    *error.args, code="checkpoint-place-differs-between-ranks"
+                ) from error
         if self._engine.rank == 0:
             checkpoints.write_script(save_dir)
         return True
@@ -516,7 +536,10 @@ class DeepSpeedEngine(Getters, Phases, nn.Module):
             _log.warning("load_checkpoint: %s has no file %r, nothing is loaded", load_dir, directory.LATEST)
             return None, None
         if given := [name for name, value in others.items() if value is not None]:
-            raise UsageError(f"load_checkpoint: expected None for {', '.join(given)}, which cannot be chosen here")
+            raise UsageError(
+                f"load_checkpoint: expected None for {', '.join(given)}, which cannot be chosen here",
+                code="deepspeed-load-option-unavailable",
+            )
         loads = {"optimizer": load_optimizer_states, "scheduler": load_lr_scheduler_states}
         how = {"weights_only": load_module_only, "without": [name for name, wanted in loads.items() if not wanted]}
         with checkpoints.readable(load_dir, None if tag is None else str(tag)) as (folder, name, theirs):
@@ -542,7 +565,8 @@ class DeepSpeedEngine(Getters, Phases, nn.Module):
             raise UsageError(
                 f"{error}. Under the name deepspeed a training of adapters goes on with all that it was saved with. A "
                 "new one takes their weights alone: load_checkpoint(dir, load_module_strict=False, "
-                "load_module_only=True), or with Trainer PeftModel.from_pretrained(model, dir, is_trainable=True)"
+                "load_module_only=True), or with Trainer PeftModel.from_pretrained(model, dir, is_trainable=True)",
+                code="deepspeed-checkpoint-does-not-fit",
             ) from error
 
     # End

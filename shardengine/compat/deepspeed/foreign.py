@@ -72,7 +72,8 @@ def given(config: Any, args: Any) -> Any:
     if not isinstance(found, str | os.PathLike | Mapping):
         raise UsageError(
             "deepspeed.initialize: expected config=, a dict or the path of a JSON file, or args.deepspeed_config, got "
-            f"{type(found).__name__}"
+            f"{type(found).__name__}",
+            code="config-wrong-type",
         )
     return found
 
@@ -181,12 +182,14 @@ def check_given(config: Mapping[str, Any], optimizer: Any, kind: type | None) ->
     ):
         raise AssertedError(
             f"zero_allow_untested_optimizer is false, and {name} is none that DeepSpeed has tested: expected true, or "
-            "the key left out"
+            "the key left out",
+            code="deepspeed-optimizer-untested",
         )
     if config.get("zero_force_ds_cpu_optimizer") is True and steps_on_host(config):
         raise UsageError(
             f"zero_force_ds_cpu_optimizer is true, and the optimizer is {name}: expected DeepSpeedCPUAdam, or false, "
-            "or the key left out"
+            "or the key left out",
+            code="deepspeed-optimizer-not-on-cpu",
         )
 
 

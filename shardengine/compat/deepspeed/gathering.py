@@ -80,7 +80,8 @@ class GatheredParameters:
         """UsageError if ``modifier_rank`` is neither None nor 0."""
         if enabled and modifier_rank not in (None, 0):
             raise UsageError(
-                f"zero.GatheredParameters: expected modifier_rank None or 0, got {modifier_rank}; write on rank 0"
+                f"zero.GatheredParameters: expected modifier_rank None or 0, got {modifier_rank}; write on rank 0",
+                code="deepspeed-modifier-rank-not-0",
             )
         given = [params] if isinstance(params, Tensor) else [each for each in params if each is not None]
         self._writable = modifier_rank is not None
@@ -175,7 +176,8 @@ def holder(param: Tensor, call: str) -> tuple[Engine, str]:
     if holder is None:
         raise UsageError(
             f"deepspeed.{call}: expected a parameter of an engine that was not destroyed, got a tensor of shape "
-            f"{tuple(param.shape)} that no engine has"
+            f"{tuple(param.shape)} that no engine has",
+            code="deepspeed-parameter-without-engine",
         )
     return holder
 

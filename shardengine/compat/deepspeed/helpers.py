@@ -44,7 +44,8 @@ def data_loader(
     if not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
         raise UsageError(
             "deepspeed.initialize: training_data: expected a data set with a length and items by index, got "
-            f"{type(data).__name__}; make a DataLoader over it yourself, of this rank's part"
+            f"{type(data).__name__}; make a DataLoader over it yourself, of this rank's part",
+            code="deepspeed-data-without-length",
         )
     sampler: DistributedSampler[Any] = DistributedSampler(data, num_replicas=ranks, rank=rank)
     return DataLoader(

@@ -92,7 +92,8 @@ def _write_grads(engine: Engine, changes: dict[str, Callable[[Tensor], Tensor]],
             if found is None and not skips:
                 raise UsageError(
                     f"safe_set_full_grad: {name!r} has no gradient in this step, so the step leaves it alone; expected "
-                    "a parameter that this step's forward has used"
+                    "a parameter that this step's forward has used",
+                    code="deepspeed-parameter-without-grad",
                 )
             if found is not None:
                 found.copy_(_of_shape(change(found), found, name))
@@ -105,14 +106,16 @@ def _set_state(param: nn.Parameter, value: Tensor, key: str, call: str) -> None:
         found = None if entry is None else entry.get(key)
         if not isinstance(found, Tensor):
             has = "the optimizer does not step it" if entry is None else f"it has {', '.join(map(repr, entry))}"
-            raise UsageError(f"{call}: {name!r} has no {key!r}: {has}")
+            raise UsageError(f"{call}: {name!r} has no {key!r}: {has}", code="deepspeed-optimizer-state-unknown")
         found.copy_(_of_shape(value, found, name))
 
 
 def _of_shape(value: Tensor, found: Tensor, name: str) -> Tensor:
     if not isinstance(value, Tensor) or value.numel() != found.numel():
         came = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise UsageError(f"{name!r}: expected a tensor of shape {tuple(found.shape)}, got {came}")
+        raise UsageError(
+            f"{name!r}: expected a tensor of shape {tuple(found.shape)}, got {came}", code="full-values-wrong-shape"
+        )
     return value.detach().view(found.shape)
 
 
@@ -156,7 +159,8 @@ def _sharded(param: nn.Parameter, call: str) -> nn.Parameter:
     if not hasattr(param, "ds_id"):
         raise UsageError(
             f"{call}: expected stage 3, where a rank has a part of {name!r}, got stage "
-            f"{engine.zero_optimization_stage()}; safe_get_full_* and safe_set_full_* are available at every stage"
+            f"{engine.zero_optimization_stage()}; safe_get_full_* and safe_set_full_* are available at every stage",
+            code="deepspeed-local-below-stage-3",
         )
     return param
 
@@ -175,7 +179,10 @@ def _whole(param: nn.Parameter, part: Tensor) -> Tensor:
     size = gathering.part_size(param.ds_numel, engine.world_size)  # type: ignore[attr-defined]
     if not isinstance(part, Tensor) or part.numel() != size:
         came = tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__
-        raise UsageError(f"{name!r}: expected this rank's part, a tensor of {size} elements, got {came}")
+        raise UsageError(
+            f"{name!r}: expected this rank's part, a tensor of {size} elements, got {came}",
+            code="deepspeed-part-wrong-size",
+        )
     part = part.to(engine.device)
     parts = [torch.empty_like(part) for _ in range(engine.world_size)]
     if engine.world_size == 1:

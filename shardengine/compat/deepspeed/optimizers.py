@@ -143,7 +143,8 @@ class _Builder:
         """Raise UsageError: there is no operator to load."""
         raise UsageError(
             f"deepspeed.ops.op_builder: there is no operator {self.NAME} to load; the engine's kernels step torch's "
-            "optimizers, and no call of yours has to build them"
+            "optimizers, and no call of yours has to build them",
+            code="deepspeed-no-operator-to-load",
         )
 
 

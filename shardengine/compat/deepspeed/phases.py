@@ -56,7 +56,10 @@ class Phases:
         """Return ``loss`` multiplied by the loss scale; call ``backward()`` on the result next."""
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             came = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise AssertedError(f"scale: expected loss to be a scalar tensor with a graph, got {came}")
+            raise AssertedError(
+                f"scale: expected loss to be a scalar tensor with a graph, got {came}",
+                code="loss-not-scalar-with-graph",
+            )
         return self._live.scale(loss)
 
     @contextmanager
@@ -75,7 +78,10 @@ class Phases:
     @contextmanager
     def _entered(self, call: str) -> Iterator[None]:
         if self._inside:
-            raise AssertedError(f"{call}: expected to be outside of engine.{self._inside}(); these cannot be nested")
+            raise AssertedError(
+                f"{call}: expected to be outside of engine.{self._inside}(); these cannot be nested",
+                code="deepspeed-no-sync-nested",
+            )
         self._inside = call
         try:
             yield
@@ -87,7 +93,10 @@ class Phases:
 
     def _step_phase(self) -> None:
         if self._inside:
-            raise AssertedError(f"step: expected after the `with engine.{self._inside}():` block, got a call inside")
+            raise AssertedError(
+                f"step: expected after the `with engine.{self._inside}():` block, got a call inside",
+                code="deepspeed-step-inside-no-sync",
+            )
         flush, self._waits_for_step = self._waits_for_step, False
         self._live.step(flush=flush)
 
@@ -103,7 +112,10 @@ class Phases:
         UsageError for another ``device``. Master weights and the optimizer's states move together.
         """
         if OffloadDeviceEnum(device) is not OffloadDeviceEnum.cpu:
-            raise UsageError(f"offload_states: expected device cpu, got {OffloadDeviceEnum(device).value}")
+            raise UsageError(
+                f"offload_states: expected device cpu, got {OffloadDeviceEnum(device).value}",
+                code="offload-states-device-not-cpu",
+            )
         asked = list(OffloadStateTypeEnum) if include is None else [OffloadStateTypeEnum(each) for each in include]
         wanted = {name for each in asked for name in _OURS.get(each.value, [])}
         self._live.offload_states(sorted(wanted), pin_memory=pin_memory)

@@ -102,7 +102,8 @@ def install() -> None:
     if there is not None and not str(getattr(there, "__version__", "")).endswith(table.VERSION.partition("+")[2]):
         raise UsageError(
             f"deepspeed {getattr(there, '__version__', '')} was imported before: expected the script to be run with "
-            "`shardengine run --as-deepspeed`, or install() before that import"
+            "`shardengine run --as-deepspeed`, or install() before that import",
+            code="deepspeed-imported-before",
         )
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())

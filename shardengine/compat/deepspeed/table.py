@@ -92,7 +92,7 @@ class _Refusing(type):
     """The metaclass of names that are not available: a call or an attribute access raises an error with the reason."""
 
     def __call__(cls, *_: Any, **__: Any) -> NoReturn:
-        raise UsageError(cls.__doc__)
+        raise UsageError(cls.__doc__, code="deepspeed-name-unavailable")
 
     def __getattr__(cls, name: str) -> NoReturn:
         raise AttributeError(cls.__doc__, name=name, obj=cls)

@@ -53,7 +53,8 @@ def split_params_into_different_moe_groups_for_optimizer(
     if any(not getattr(each, "allreduce", True) for group in groups for each in group["params"]):
         raise UsageError(
             "split_params_into_different_moe_groups_for_optimizer: expected no parameters of deepspeed.moe.layer.MoE; "
-            "every rank holds all experts of the model, and stages 1 to 3 shard them like other weights"
+            "every rank holds all experts of the model, and stages 1 to 3 shard them like other weights",
+            code="deepspeed-moe-parameters",
         )
     return [dict(group) for group in groups]
 

@@ -90,7 +90,10 @@ def _bytes_of(size: str | int) -> int:
     if found and found[2].upper() in _UNITS:
         return int(float(found[1]) * _UNITS[found[2].upper()])
     if not isinstance(size, int):
-        raise UsageError(f'max_shard_size: expected a number of bytes or a size as "5GB", got {size!r}')
+        raise UsageError(
+            f'max_shard_size: expected a number of bytes or a size as "5GB", got {size!r}',
+            code="deepspeed-shard-size-invalid",
+        )
     return size
 
 

@@ -1,11 +1,11 @@
-"""The operations on a CPU, by a C++ library that any g++ or clang++ builds at its first use: the reference's bits.
+"""The operations on a CPU, in a C++ library that any g++ or clang++ builds at its first use: the reference's bits.
 
-``load`` says whether the library is there; without it nothing in here but ``load`` may be called. What has no native
-body (``unflatten``, fp64, tensors that are not contiguous) stays torch's. Must not know: who calls.
+``load`` returns the library, or None; without a library nothing in here but ``load`` may be called. Operations without
+a native body (``unflatten``, fp64, tensors that are not contiguous) stay torch's. Must not know: who calls.
 
     source/      C++ with a C interface, no headers of torch or Python; compiled once per instruction set in one library
     build.py     source → library file, cached
-    library.py   library file → functions; which instruction set; what SHARDENGINE_NATIVE asks for
+    library.py   library file → functions; the instruction set; SHARDENGINE_NATIVE
     calls.py     tensors → arguments
     processor.py a second opinion on the processor, for `shardengine env`
 """

@@ -1,12 +1,13 @@
 """From source to a library file: compiler, cache, locks. Imports nothing of the package: a build can run it.
 
-Must not know: what the library computes, torch, what happens where there is no library.
+Must not know: the functions of the library, torch, the fallback without a library.
 
-[Note: The cached library] A file's name holds everything that it was made from: a hash of source, flags and processor
-family, the C library, a hash of the compiler. So nothing in the cache is ever out of date. The file ends with a hash of
-its own bytes, so a truncated or damaged one is seen before it is loaded, and built again. It is written beside its
-place and renamed into it: a reader sees a whole file or none. A lock lets the first of several processes build while
-the others wait; where the cache cannot be locked or written, each process builds for itself in a temporary folder.
+[Note: The cached library] A file's name depends on everything that it was made from: a hash of source, flags and
+processor family, the C library, a hash of the compiler. So nothing in the cache is ever out of date. The file ends with
+a hash of its other bytes, so a truncated or damaged one is detected before it is loaded, and built again. It is written
+to a temporary file in the same folder and renamed: a reader sees a whole file or none. A lock lets the first of several
+processes build while the others wait. If the cache cannot be locked or written, each process builds for itself in a
+temporary folder.
 """
 
 from __future__ import annotations
@@ -34,15 +35,16 @@ FLAGS = (
     "-fno-math-errno", "-fno-trapping-math",  # change no value, but let roots and selections become vectors
 )  # fmt: skip
 BASELINE = {"x86_64": ("-march=x86-64",), "aarch64": ("-march=armv8-a",)}
-"""What every processor of a family has. More is used in the bodies that are chosen at run time, and nowhere else,
-whatever the compiler's own default is: a cache or a wheel may go to a machine with an older processor."""
+"""The instructions that every processor of a family has. Only the bodies that are chosen at run time use more, whatever
+the compiler's own default is: a cache or a wheel may go to a machine with an older processor."""
 _MARK = b"shardengine library, sha256 of all before:"
 _TRAILER = len(_MARK) + hashlib.sha256().digest_size
 _LOCK_SECONDS, _COMPILE_SECONDS = 60.0, 300.0
 
 
 class Built(NamedTuple):
-    """path: the library, None where there is none; ``problem`` says why. temporary: its folder is to be removed."""
+    """path: the library, None if there is none; ``problem`` then gives the reason. temporary: its folder is to be
+    removed."""
 
     path: Path | None
     problem: str = ""
@@ -50,19 +52,20 @@ class Built(NamedTuple):
 
 
 class Compiler(NamedTuple):
-    """command: how it is called · version: the text by which it knows itself."""
+    """command: the words that call it · version: the output of its --version."""
 
     command: tuple[str, ...]
     version: str
 
 
 def flags() -> tuple[str, ...]:
-    """The compiler's, on this processor family."""
+    """Return the compiler's flags for this processor family."""
     return FLAGS + BASELINE.get(platform.machine(), ())
 
 
 def source_key() -> str:
-    """A hash of what the library does and where: 16 hexadecimal digits. The library itself knows it, too."""
+    """Return a hash of source, flags and processor family: 16 hexadecimal digits. The library itself contains it as
+    well."""
     parts = [*flags(), platform.machine()]
     for file in sorted(SOURCE.iterdir()):
         parts += [file.name, file.read_text(encoding="utf-8")]
@@ -70,7 +73,7 @@ def source_key() -> str:
 
 
 def library(*, shipped: bool = True) -> Built:
-    """The library for this machine: shipped with the package (unless not wanted), cached, or built now."""
+    """Return the library for this machine: shipped with the package (if ``shipped``), cached, or built now."""
     try:
         key = source_key()
         beside = PREBUILT / f"{key}.so"
@@ -85,7 +88,7 @@ def library(*, shipped: bool = True) -> Built:
 
 
 def compile_library(compiler: Compiler, key: str) -> bytes:
-    """The library's bytes with their hash at the end. Raises OSError with the compiler's words if it fails."""
+    """Return the library's bytes with their hash at the end. Raises OSError with the compiler's output if it fails."""
     with tempfile.TemporaryDirectory(prefix="shardengine-") as folder:
         out = Path(folder) / "library.so"
         define = f'-DSHARDENGINE_KEY="{key}"'
@@ -98,7 +101,7 @@ def compile_library(compiler: Compiler, key: str) -> bytes:
 
 
 def find_compiler() -> Compiler | str:
-    """$CXX, or the first of COMPILERS on the path; a sentence where there is none that runs."""
+    """Return $CXX or the first of COMPILERS on the path, or a sentence for people if none of them runs."""
     named = os.environ.get("CXX", "").strip()
     candidates = [tuple(shlex.split(named))] if named else [(name,) for name in COMPILERS]
     for command in candidates:
@@ -111,7 +114,7 @@ def find_compiler() -> Compiler | str:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether a file is a library as ``compile_library`` made it, byte for byte."""
+    """Return whether a file is a library as ``compile_library`` made it, byte for byte."""
     try:
         data = path.read_bytes()
     except OSError:
@@ -121,13 +124,14 @@ def is_whole(path: Path) -> bool:
 
 
 def cache_folder() -> Path:
-    """$SHARDENGINE_CACHE, else shardengine in $XDG_CACHE_HOME or ~/.cache. Raises RuntimeError without a home."""
+    """Return $SHARDENGINE_CACHE, else shardengine in $XDG_CACHE_HOME or ~/.cache. Raises RuntimeError without a
+    home."""
     named = os.environ.get("SHARDENGINE_CACHE")
     return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardengine"
 
 
 def store(data: bytes, path: Path) -> None:
-    """``data`` becomes the file ``path``, whole or not at all."""
+    """Write ``data`` to the file ``path``, whole or not at all."""
     number, name = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".")
     try:
         with os.fdopen(number, "wb") as file:
@@ -165,7 +169,7 @@ def _library(key: str) -> Built:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock file ``path`` if it can be had in time: going without it costs a second compilation, no more."""
+    """Hold the lock file ``path``, or go on without it after a time limit: that costs a second compilation, no more."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -186,7 +190,7 @@ def _try_lock(number: int) -> bool:
 
 
 def _c_library() -> str:
-    """Its name and version. A library that was linked with another one may not load."""
+    """Return the name and version of the C library. A library that was linked with another one may not load."""
     try:
         return (os.confstr("CS_GNU_LIBC_VERSION") or "libc").replace(" ", "-")
     except (ValueError, OSError):  # not the GNU C library

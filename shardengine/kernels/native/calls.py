@@ -1,7 +1,7 @@
-"""Tensors → arguments: one C call per operation. What the library has no body for goes to the reference.
+"""Tensors → arguments: one C call per operation. Calls that the library has no body for go to the reference.
 
-Owns: which tensors the library is given: on the CPU, contiguous, fp32, bf16 or fp16 and as long as they say, so that no
-call can touch other memory. Must not know: arithmetic.
+Owns: the choice of tensors for the library: on the CPU, contiguous, fp32, bf16 or fp16, and of the length that they
+claim, so that no call can touch other memory. Must not know: arithmetic.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _STATE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 3}
 _KINDS = {"Adam": 0, "AdamW": 0, "SGD": 1, "Lion": 2}
 _CPU = torch.device("cpu")
 _WHOLE = 1 << 62
-"""Elements per block of the table of spans: one block each."""
+"""Elements per block of the table of spans: large enough for one block each."""
 _STREAMED = 16 << 20
-"""Bytes of ``out`` from which on flatten writes past the caches. Measured with 2 MB of cache per core, 260 MB shared:
-with 54 MB the copy takes 0.6 to 0.7 of the time, with 16 MB it is even if the next operation reads what was written;
-below, that one finds it in the caches."""
+"""The least bytes of ``out`` for which flatten writes past the caches. Measured with 2 MB of cache per core, 260 MB
+shared: with 54 MB the copy takes 0.6 to 0.7 of the time. With 16 MB the two are equal if the next operation reads the
+result; below, the next operation finds it in the caches."""
 
 
 def update(
@@ -110,7 +110,7 @@ def update(
 def flatten(
     tensors: Sequence[Tensor], starts: Sequence[int], out: Tensor, *, scale: float = 1.0, add: bool = False
 ) -> None:
-    """See ``operations.flatten``, which looks at starts and strides."""
+    """See ``operations.flatten``, which checks starts and strides."""
     dtype, length = tensors[0].dtype if tensors else out.dtype, out.numel()
     if not (_plain(out, length) and dtype in _TYPES and all(each.dtype is dtype and each.is_cpu for each in tensors)):
         reference.flatten(tensors, starts, out, scale=scale, add=add)
@@ -255,7 +255,7 @@ def _direct(rows: RowArguments, direction: Direction, total: Tensor | None = Non
 
 
 def _are_rows(form: Factored, values: Tensor, offset: int, scales: Tensor | None = None) -> bool:
-    """Whether the library may read ``values`` and ``scales`` as what they are said to be."""
+    """Return whether ``values`` and ``scales`` have the form that the library reads."""
     fits = not form.scattered and 0 < values.numel() <= form.numel - offset and offset >= 0
     fits = fits and values.dtype is torch.float32 and _plain(values, values.numel())
     count = form.all_rows + form.all_columns
@@ -314,13 +314,13 @@ def residual(values: Tensor, compressed: Compressed, out: Tensor, *, divisor: fl
 
 
 def _whole(compressed: Compressed) -> bool:
-    """Whether the library may read it."""
+    """Return whether the library may read it."""
     there = all(each is None or each.is_cpu for each in compressed[3:])
     return there and is_as_allocated(compressed, *compressed[:3])
 
 
 def _coding(compressed: Compressed, wide: Tensor, **options: float) -> CodingArguments:
-    """options: fields that are zeros where they are not given."""
+    """Return the arguments of a call. options: further fields; fields that are left out are zero."""
     kind, length, block, values, scales = compressed
     levels = LEVELS.get(kind, 0)
     return CodingArguments(
@@ -339,7 +339,7 @@ def _coding(compressed: Compressed, wide: Tensor, **options: float) -> CodingArg
 def crc32(data: memoryview, value: int = 0) -> int:
     """See ``operations.crc32``."""
     library = _library()
-    if not library.fast_crc32 or data.readonly or not data.nbytes:  # ctypes gives no address of what is read-only
+    if not library.fast_crc32 or data.readonly or not data.nbytes:  # ctypes gives no address of read-only memory
         return checksums.crc32(data, value)
     address = ctypes.addressof(ctypes.c_char.from_buffer(data))
     found: int = library.crc32(library.instruction_set, value, address, data.nbytes)
@@ -354,7 +354,7 @@ def _library() -> Library:
 
 
 def _plain(tensor: Tensor, length: int) -> bool:
-    """Whether the library may be given the tensor's address."""
+    """Return whether the library may use the tensor's address."""
     return tensor.dtype in _TYPES and _is_flat(tensor, length)
 
 
@@ -363,5 +363,5 @@ def _is_flat(tensor: Tensor, length: int) -> bool:
 
 
 def _inside(spans: Spans, length: int) -> bool:
-    """Spans are ascending: the ends are enough."""
+    """Return whether all spans lie in ``length`` elements. They ascend, so the outer edges suffice."""
     return not spans or (spans[0].start >= 0 and spans[-1].end <= length)

@@ -51,7 +51,7 @@ class SumArguments(ctypes.Structure):
 
 
 class RowArguments(ctypes.Structure):
-    """A slice, of ``shardengine_squares`` and ``shardengine_direction``."""
+    """A slice, for ``shardengine_squares`` and ``shardengine_direction``."""
 
     _fields_ = (
         ("values", ctypes.c_void_p),
@@ -61,7 +61,7 @@ class RowArguments(ctypes.Structure):
 
 
 class Direction(ctypes.Structure):
-    """What ``shardengine_direction`` makes of it."""
+    """The scales and the output of ``shardengine_direction``."""
 
     _fields_ = (
         ("scales", ctypes.c_void_p),
@@ -99,9 +99,11 @@ class CodingArguments(ctypes.Structure):
 
 
 class Library(NamedTuple):
-    """The C functions. number_of: the name of an instruction set → its number, negative where it cannot be used; the
-    others take such a number first, as a rule ``instruction_set``, and then how many threads; crc32 takes none.
-    fast_crc32: whether it beats what Python has.
+    """The C functions.
+
+    number_of: the name of an instruction set → its number, negative if it cannot be used. The other functions take such
+    a number first, as a rule ``instruction_set``, and then the number of threads; crc32 takes none. fast_crc32: whether
+    it is faster than Python's.
     """
 
     instruction_set: int
@@ -120,18 +122,20 @@ class Library(NamedTuple):
 
 
 class _Unusable(Exception):
-    """The library cannot be had here; the message says why. Never leaves this file."""
+    """The library is not available here; the message gives the reason. Never leaves this file."""
 
 
 @functools.cache
 def load() -> Library | None:
-    """The library, or None where the reference has to do; why is said once, on rank 0.
+    """Return the library, or None if torch has to do the work; the reason is logged once, on rank 0.
 
-    Raises UsageError if SHARDENGINE_NATIVE is "require" and there is none, and for values that do not exist.
+    Raises UsageError if SHARDENGINE_NATIVE is "require" and there is no library, and for unknown values.
     """
     mode = os.environ.get("SHARDENGINE_NATIVE", "auto")
     if mode not in MODES:
-        raise UsageError(f"SHARDENGINE_NATIVE: expected one of {', '.join(MODES)}, got {mode!r}")
+        raise UsageError(
+            f"SHARDENGINE_NATIVE: expected one of {', '.join(MODES)}, got {mode!r}", code="kernels-native-mode-unknown"
+        )
     if mode == "off":
         return None
     try:
@@ -140,7 +144,8 @@ def load() -> Library | None:
         if mode == "require":
             raise UsageError(
                 f"SHARDENGINE_NATIVE=require: the native CPU kernels cannot be had: {error}. Install g++ or clang++ "
-                "(or name one in CXX), or set SHARDENGINE_NATIVE=auto to use torch, with the same bits"
+                "(or name one in CXX), or set SHARDENGINE_NATIVE=auto to use torch, with the same bits",
+                code="kernels-native-unavailable",
             ) from error
         if os.environ.get("RANK", "0") == "0":
             _log.warning("CPU kernels: torch does their work, slower and with the same bits: %s", error)
@@ -148,18 +153,18 @@ def load() -> Library | None:
 
 
 def _opened() -> ctypes.CDLL:
-    """The loaded library."""
+    """Return the loaded library."""
     built = build.library()
     try:
         return _checked(built)
     except _Unusable:
         if built.path is None or built.path.parent != build.PREBUILT:
             raise
-    return _checked(build.library(shipped=False))  # what was shipped wants a newer C library
+    return _checked(build.library(shipped=False))  # the shipped one needs a newer C library
 
 
 def _checked(built: build.Built) -> ctypes.CDLL:
-    """Loaded, after its own word that it was made from the source beside this file."""
+    """Load the library and check that it was made from the source beside this file."""
     if built.path is None:
         raise _Unusable(built.problem)
     try:
@@ -170,7 +175,7 @@ def _checked(built: build.Built) -> ctypes.CDLL:
     except (OSError, AttributeError) as error:
         raise _Unusable(f"{built.path} does not load: {error}") from error
     finally:
-        if built.temporary:  # what is loaded stays
+        if built.temporary:  # a loaded library needs its file no more
             shutil.rmtree(built.path.parent, ignore_errors=True)
     structures = (UpdateArguments, SumArguments, RowArguments, Direction, CopyArguments, CodingArguments)
     expected = functools.reduce(lambda sizes, each: sizes << 8 | ctypes.sizeof(each) // 8, structures, 0)
@@ -205,11 +210,16 @@ def _bound(opened: ctypes.CDLL) -> Library:
     flatten.restype, compress.restype, decompress.restype = None, None, None
     name = os.environ.get("SHARDENGINE_ISA", "")
     if name and name not in INSTRUCTION_SETS:
-        raise UsageError(f"SHARDENGINE_ISA: expected one of {', '.join(INSTRUCTION_SETS)}, got {name!r}")
+        raise UsageError(
+            f"SHARDENGINE_ISA: expected one of {', '.join(INSTRUCTION_SETS)}, got {name!r}", code="kernels-isa-unknown"
+        )
     chosen = number_of(name.encode())
     if chosen < 0:
         why = "this processor lacks it" if chosen == -2 else "the library for this processor family has no such body"
-        raise UsageError(f"SHARDENGINE_ISA={name}: {why}; leave it out to have the best one that is there")
+        raise UsageError(
+            f"SHARDENGINE_ISA={name}: {why}; leave it out to have the best one that is there",
+            code="kernels-isa-unavailable",
+        )
     fast_crc32 = bool(opened.shardengine_fast_crc32(chosen))
     return Library(
         chosen, number_of, update, ordered_sum, squares, crc32, of_rows, exactly, direction, flatten, compress,

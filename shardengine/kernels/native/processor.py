@@ -1,10 +1,10 @@
-"""What py-cpuinfo says of this processor, kept on disk, and whether the library's own test says the same.
+"""The features of this processor as py-cpuinfo reports them, cached on disk, and the library's own test beside them.
 
-Owns: the second opinion, for people (`shardengine env`). The instruction set that computes is chosen by the compiler's
-builtin, which asks the processor that it runs on, in a microsecond. Must not know: tensors, how a library is built.
+Owns: the second opinion, for people (`shardengine env`). The compiler's builtin chooses the instruction set that
+computes: it asks the running processor, in a microsecond. Must not know: tensors, how a library is built.
 
-[Note: The answer on disk] py-cpuinfo takes a second. Its answer lies in the cache under a hash of what the system says
-of the processor and of py-cpuinfo's version, so machines with different processors that share a cache do not read each
+[Note: The answer on disk] py-cpuinfo takes a second. Its answer is cached under a hash of the system's description of
+the processor and of py-cpuinfo's version, so machines with different processors that share a cache do not read each
 other's. A file that is damaged or cannot be written costs the second again, no more.
 """
 
@@ -28,7 +28,7 @@ NEEDS = {
     "avx512": frozenset({"avx2", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl"}),
     "neon": frozenset({"asimd"}),
 }
-"""Per instruction set of the library the flags that the system shows for it."""
+"""The flags, as the system names them, that each instruction set of the library needs."""
 _TOLD = (
     "vendor_id",
     "model name",
@@ -43,14 +43,14 @@ _TOLD = (
 
 
 class Processor(NamedTuple):
-    """brand: its name, for people · flags: what it can do, as the system names it."""
+    """brand: its name, for people · flags: its features, as the system names them."""
 
     brand: str
     flags: frozenset[str]
 
 
 def processor() -> Processor:
-    """py-cpuinfo's answer, from the cache if it is there."""
+    """Return py-cpuinfo's answer, from the cache if it is there."""
     try:
         path: Path | None = build.cache_folder() / f"processor-{_key()}.json"
     except (OSError, RuntimeError):  # no home
@@ -65,7 +65,7 @@ def processor() -> Processor:
 
 
 def disagreements(library: Library, told: Processor) -> list[str]:
-    """A sentence per instruction set that the compiler's builtin and py-cpuinfo do not both find or both miss."""
+    """Return a sentence for each instruction set that only one of the compiler's builtin and py-cpuinfo finds."""
     found = []
     for name in INSTRUCTION_SETS:
         number = library.number_of(name.encode())
@@ -79,7 +79,7 @@ def disagreements(library: Library, told: Processor) -> list[str]:
 
 
 def name_of(library: Library) -> str:
-    """The instruction set that the library uses."""
+    """Return the instruction set that the library uses."""
     return next(name for name in INSTRUCTION_SETS if library.number_of(name.encode()) == library.instruction_set)
 
 

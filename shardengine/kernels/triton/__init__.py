@@ -1,12 +1,12 @@
 """Every declared operation as Triton kernels, with the bits of the torch reference.
 
-[Note: Bits of a kernel] What makes a kernel's bits the declared ones, on every GPU and under Triton's interpreter:
+[Note: Bits of a kernel] A kernel has the declared bits, on every GPU and under Triton's interpreter, because
 - it is launched with ``enable_fp_fusion=False``, so that a product and a sum are rounded one after the other
 - divisions and roots are ``tl.div_rn`` and ``tl.sqrt_rn``; denormals are kept
-- floats are never given to a reduction whose order Triton is free to choose: sums are written out (a tree over ranks,
+- floats never go to a reduction whose order Triton is free to choose: sums are written out (a tree over ranks,
   rows for squares), or are of two terms (neighbours). Maxima, flags and integer counts are reduced: no order
   changes them
-- a minus is a product with -1: 0 - x, which older versions make of it, has no -0.0
+- a negation is a product with -1: 0 - x, as older versions compile it, has no -0.0
 
 Sums over rows and columns, and directions (``factored``), stay torch's.
 

@@ -1,6 +1,6 @@
 """Gradients and weights in fewer bits, and back, one launch each: compression: [Note: Blocks of integers].
 
-Must not know: what is sent.
+Must not know: messages and their receivers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shardengine.kernels.triton.launching import blocks_of, is_finite, launch, n
 
 BLOCK, WARPS = 2048, 8
 _ROUNDER = tl.constexpr(1.5 * 2**23)
-"""Added to a number below 2^22 and taken away again, it leaves the nearest integer, ties to even."""
+"""Adding it to a number below 2^22 and subtracting it again leaves the nearest integer, ties to even."""
 
 
 def compress(

@@ -1,11 +1,12 @@
-"""A bucket filled from many tensors in one launch, and emptied into them.
+"""A bucket filled from many tensors in one launch, and copied back to them.
 
-Owns: the table that says which program copies what. Must not know: units, parameters.
+Owns: the table that assigns copies to programs. Must not know: units, parameters.
 
 [Note: Table of pieces] A launch has one row per tensor: (start in the flat tensor, elements, elements that its programs
-cover, its first program), and before all rows the tensors' addresses. A program finds its row by bisection, for which
-the last column ascends. What a row covers beyond its elements is the zeros up to the next one. The rows are made once
-for the same starts and lengths; the table of a launch is new memory, since the last one may still be on its way.
+cover, its first program), and before all rows the tensors' addresses. A program finds its row by bisection, because the
+last column ascends. The elements that a row covers beyond its tensor are the zeros up to the next one. The rows are
+made once for the same starts and lengths; the table of a launch is new memory, since the last one may still be in
+flight.
 """
 
 from __future__ import annotations
@@ -37,15 +38,17 @@ from shardengine.kernels.triton.launching import (
 BLOCK, WARPS = 4096, 8
 _COLUMNS = tl.constexpr(4)
 _PLANS = 4096
-"""Of buckets, by device; each takes some 50 bytes per tensor."""
+"""The most plans that are cached, over buckets and devices; each takes some 50 bytes per tensor."""
 
 _Piece = tuple[int, int, int]
 """A row of [Note: Table of pieces] without its first program."""
 
 
 class _Plan(NamedTuple):
-    """The rows for some starts and lengths, int64, one after the other. of: the tensor of each, -1: none · programs:
-    how many there are."""
+    """The rows for some starts and lengths, int64, one after the other.
+
+    of: the number of each row's tensor, -1 if it has none · programs: their number.
+    """
 
     rows: Tensor
     of: tuple[int, ...]
@@ -79,7 +82,10 @@ def unflatten(flat: Tensor, starts: Sequence[int], outs: Sequence[Tensor]) -> No
 
 @functools.lru_cache(_PLANS)
 def _plan(starts: tuple[int, ...], lengths: tuple[int, ...], end: int | None) -> _Plan:
-    """end: of what is covered with zeros where no tensor is; None: nothing is. What covers nothing gets no row."""
+    """Return the plan. end: zeros cover the gaps between tensors up to here; None: gaps are left alone.
+
+    A piece that covers nothing gets no row.
+    """
     covers = lengths
     pieces: list[tuple[int, _Piece]] = []
     if end is not None:
@@ -99,14 +105,14 @@ def _plan(starts: tuple[int, ...], lengths: tuple[int, ...], end: int | None) ->
 
 
 def _table(plan: _Plan, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """[Note: Table of pieces] on ``device``."""
+    """Return the table of [Note: Table of pieces] on ``device``."""
     addresses = [0 if number < 0 else tensors[number].data_ptr() for number in plan.of]
     return sent(torch.cat([integers(addresses), plan.rows]), device)
 
 
 @triton.jit
 def _row_of(pieces: Value, rows: Value, program: Value) -> Value:
-    """The row of a program: the last one whose first program is not above it."""
+    """Return the row of a program: the last one whose first program is not above it."""
     low = program * 0
     high = low + rows
     while high - low > 1:

@@ -1,4 +1,4 @@
-"""How every kernel is started, and what several of them share. Owns: the options of a launch, tables of pointers.
+"""The launch of every kernel, and the parts that several kernels share. Owns: launch options, tables of pointers.
 
 Must not know: any operation. The functions under ``triton.jit`` are parts of kernels.
 """
@@ -24,13 +24,13 @@ def _nothing() -> None:
 
 
 INTERPRETED = not isinstance(_nothing, triton.JITFunction)
-"""Whether TRITON_INTERPRET was set when kernels were declared: they are then run by Python, on the CPU."""
+"""Whether TRITON_INTERPRET was set when kernels were declared: Python then runs them, on the CPU."""
 
 _BY_HAND = tl.constexpr(INTERPRETED)
-"""Triton's interpreter cuts the low bits of fp32 off for bf16, and loses bf16's denormals: there integers do both."""
+"""Whether conversions to and from bf16 use integers: Triton's interpreter truncates fp32 and loses bf16's denormals."""
 
 OPTIONS = {"enable_fp_fusion": False}
-"""Of every launch: [Note: Bits of a kernel]."""
+"""The options of every launch: [Note: Bits of a kernel]."""
 
 DTYPES = {
     torch.float32: tl.float32,
@@ -40,7 +40,7 @@ DTYPES = {
 }
 
 GRANULE = tl.constexpr(16)
-"""Elements. What begins and ends at multiples of it is read and written 16 bytes at a time in every dtype."""
+"""Elements. Ranges that begin and end at multiples of it are read and written 16 bytes at a time in every dtype."""
 
 STEP, _MIX_1, _MIX_2 = tl.constexpr(GOLDEN), tl.constexpr(MIX_1), tl.constexpr(MIX_2)
 
@@ -50,7 +50,8 @@ def launch(kernel: Any, programs: int, on: Tensor, *arguments: Any, num_warps: i
     if on.device.type == "cpu" and not INTERPRETED:
         raise UsageError(
             "Triton kernels were asked for on a CPU: set TRITON_INTERPRET=1 before Triton is first imported, or leave "
-            "SHARDENGINE_KERNELS unset"
+            "SHARDENGINE_KERNELS unset",
+            code="kernels-triton-on-cpu",
         )
     if programs:
         with torch.cuda.device_of(on):
@@ -58,28 +59,30 @@ def launch(kernel: Any, programs: int, on: Tensor, *arguments: Any, num_warps: i
 
 
 def integers(values: list[int]) -> Tensor:
-    """int64 on the host, whatever torch's default device is."""
+    """Return an int64 tensor on the host, whatever torch's default device is."""
     return torch.tensor(values, dtype=torch.int64, device="cpu")
 
 
 def sent(table: Tensor, device: torch.device) -> Tensor:
-    """A new tensor of the host on ``device``. To CUDA from pinned memory, which torch keeps until the copy is done."""
+    """Return a new host tensor on ``device``. It goes to CUDA from pinned memory, which torch keeps until the copy is
+    done."""
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
 def blocks_of(count: int, block: int) -> int:
-    """How many programs of ``block`` elements ``count`` elements need."""
+    """Return how many programs of ``block`` elements ``count`` elements need."""
     return -(-count // block)
 
 
 def signed(word: int) -> int:
-    """A 32-bit word as the signed number with the same bits: a kernel's argument then has one type for all words."""
+    """Return a 32-bit word as the signed number with the same bits, so that a kernel's argument has one type for all
+    words."""
     return word - (1 << 32) if word >= 1 << 31 else word
 
 
 @triton.jit
 def pointer(address: Value, DTYPE: constexpr, ALIGNED: constexpr) -> Value:
-    """An address of a table as a pointer; ALIGNED: it is a multiple of 16."""
+    """Return an address of a table as a pointer; ALIGNED: it is a multiple of 16."""
     made = address.to(tl.pointer_type(DTYPE), bitcast=True)
     if ALIGNED:
         made = tl.multiple_of(made, 16)
@@ -88,7 +91,7 @@ def pointer(address: Value, DTYPE: constexpr, ALIGNED: constexpr) -> Value:
 
 @triton.jit
 def wide(values: Value) -> Value:
-    """Half precision as fp32, which every half number is; other dtypes as they are."""
+    """Return half-precision values as fp32, exactly; other dtypes unchanged."""
     if values.dtype == tl.bfloat16:
         if _BY_HAND:
             return (values.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
@@ -102,7 +105,7 @@ def wide(values: Value) -> Value:
 
 @triton.jit
 def nearest(values: Value, DTYPE: constexpr) -> Value:
-    """fp32 as DTYPE, to nearest, ties to even."""
+    """Return fp32 values as DTYPE, rounded to nearest, ties to even."""
     if _BY_HAND and DTYPE == tl.bfloat16:  # noqa: SIM300  a constexpr is written in capitals
         words = values.to(tl.uint32, bitcast=True)
         nearest = (words + 0x7FFF + ((words >> 16) & 1)) >> 16
@@ -114,13 +117,13 @@ def nearest(values: Value, DTYPE: constexpr) -> Value:
 
 @triton.jit
 def is_finite(values: Value) -> Value:
-    """Neither infinite nor NaN."""
+    """Return whether values are neither infinite nor NaN."""
     return tl.abs(values) < float("inf")
 
 
 @triton.jit
 def mix(words: Value) -> Value:
-    """The mix of random_bits: [Note: Random bits]."""
+    """Return the mix of random_bits: [Note: Random bits]."""
     words = (words ^ (words >> 16)) * _MIX_1
     words = (words ^ (words >> 13)) * _MIX_2
     return words ^ (words >> 16)
@@ -128,7 +131,10 @@ def mix(words: Value) -> Value:
 
 @triton.jit
 def random_words(numbers: Value, k0: Value, k1: Value) -> Value:
-    """random_bits: [Note: Random bits] for elements with these int64 numbers, as uint32; k0, k1: the key's words."""
+    """Return the bits of random_bits: [Note: Random bits] for elements with these int64 numbers, as uint32.
+
+    k0, k1: the key's words.
+    """
     k0 = tl.cast(k0, tl.int32).to(tl.uint32, bitcast=True)
     k1 = tl.cast(k1, tl.int32).to(tl.uint32, bitcast=True)
     low = numbers.to(tl.uint32)

@@ -1,4 +1,4 @@
-"""Optimizer states in fp32, bf16 and codes of 8 bits, and weights with remainders, read and written: as in ``moments``.
+"""Reading and writing of states in fp32, bf16 and codes of 8 bits, and of weights with remainders, as in ``moments``.
 
 Must not know: the update.
 """
@@ -25,13 +25,13 @@ _SHIFT, _NEAREST = constexpr(moments.SHIFT), constexpr(1 << (moments.SHIFT - 1))
 
 @triton.jit
 def words_in_rows(numbers: Value, k0: Value, k1: Value) -> Value:
-    """random_bits: [Note: Random bits in a row] for elements with these int64 numbers, as uint32."""
+    """Return the bits of random_bits: [Note: Random bits in a row] for elements with these int64 numbers, as uint32."""
     return mix(random_words(numbers >> 8, k0, k1) + (numbers & 255).to(tl.uint32) * STEP)
 
 
 @triton.jit
 def joined(weights: Value, remainders: Value) -> Value:
-    """moments: [Note: Remainders]: bf16 and int8 as fp32."""
+    """Return the fp32 values of bf16 weights and int8 remainders: moments: [Note: Remainders]."""
     bits = weights.to(tl.uint16, bitcast=True).to(tl.int32)
     size = bits & 0x7FFF
     left = remainders.to(tl.int32)
@@ -41,7 +41,7 @@ def joined(weights: Value, remainders: Value) -> Value:
 
 @triton.jit
 def split(values: Value, words: Value, weights: Value, remainders: Value, mask: Value) -> None:
-    """The opposite, stored at the pointers. words: random ones, None: to nearest."""
+    """Store fp32 values as weights and remainders at these pointers. words: random words; None: round to nearest."""
     bits = values.to(tl.uint32, bitcast=True)
     if words is None:
         upper = (bits + (0x7F + ((bits >> 8) & 1))) >> 8
@@ -57,7 +57,7 @@ def split(values: Value, words: Value, weights: Value, remainders: Value, mask: 
 
 @triton.jit
 def read_state(state: Value, scales: Value, place: Value, mask: Value, HAS_SIGN: constexpr) -> Value:
-    """Elements ``place`` of a state as fp32. scales: of its blocks; None where it has none."""
+    """Return elements ``place`` of a state as fp32. scales: those of its blocks; None if it has none."""
     stored = tl.load(state + place, mask=mask)
     if scales is None:
         return wide(stored)
@@ -77,7 +77,10 @@ def read_state(state: Value, scales: Value, place: Value, mask: Value, HAS_SIGN:
 def write_state(
     state: Value, scales: Value, place: Value, mask: Value, values: Value, words: Value, HAS_SIGN: constexpr
 ) -> None:
-    """The opposite; ``place`` begins with a block. words: whose lower halves are random; None: to nearest."""
+    """Store elements ``place`` of a state; ``place`` begins with a block.
+
+    words: random words, whose lower halves are used; None: round to nearest.
+    """
     if scales is None:
         if words is None or state.dtype.element_ty == tl.float32:
             tl.store(state + place, nearest(values, state.dtype.element_ty), mask=mask)

@@ -1,13 +1,14 @@
 """The two sums: over ranks in tree order, and of squares. Their order is declared in ``reference.py``.
 
-Must not know: process groups, what the sums are for.
+Must not know: process groups, the use of the sums.
 
 [Note: Groups of terms] Terms are added in groups of eight, whose tree is unrolled; a loop goes over the groups, so that
-one compiled kernel does for any number of them. The groups' sums are the leaves of a tree again. Its finished subtrees
-wait in registers, at level l the one over 2^l groups that has no right neighbour yet: as in a binary counter, group g
-is joined to what waits at level 0, 1, … as long as the bits of g are ones, and waits itself at the level of its first
-zero (and above, until something else does before anything asks). The last group is joined to all that waits, at the
-levels of its ones: an odd one out moves up past the levels that have no left neighbour for it.
+one compiled kernel serves any number of them. The groups' sums are the leaves of a tree again. Its finished subtrees
+wait in registers: at level l the one over 2^l groups that has no right neighbour yet. As in a binary counter, the sum
+of group g is joined to the sums that wait at level 0, 1, … as long as the bits of g are ones, and then waits itself at
+the level of its first zero. (It is also stored at higher levels whose bit is zero; these are overwritten before they
+are read.) The last group is joined to all waiting sums, at the levels of its ones: an odd one out moves up past the
+levels that have no left neighbour for it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from shardengine.kernels.triton.launching import (
 
 BLOCK, WARPS = 2048, 8
 LOOP_BLOCK = 1024
-"""Where terms are added in several groups: four elements per thread, as every level takes registers for each."""
+"""The block if terms are added in several groups: four elements per thread, as every level takes registers for each."""
 GROUP, LEVELS = 8, 7
 LANE_WARPS = 16
 
@@ -51,7 +52,7 @@ def ordered_sum(
     reduce_dtype: torch.dtype = torch.float32,
     nonfinite: Tensor | None = None,
 ) -> None:
-    """See ``operations.ordered_sum``. Terms at equal distances, slices of one buffer above all, need no table.
+    """See ``operations.ordered_sum``. Terms at equal distances, such as slices of one buffer, need no table.
 
     More than GROUP · 2^LEVELS terms, 1024, are added in several launches with sums in memory of their own.
     """
@@ -99,7 +100,7 @@ def _term(
     where: Value, distance: Value, place: Value, count: Value, number: Value, terms: Value, TERM: constexpr,
     REGULAR: constexpr, ALIGNED: constexpr,
 ) -> Value:  # fmt: skip
-    """One term in fp32; any numbers where there is none of that number."""
+    """Return one term in fp32; unspecified values if there is no term of that number."""
     mask = place < tl.where(number < terms, count, 0)
     if REGULAR:
         values = tl.load(where + tl.cast(distance, tl.int64) * number + place, mask=mask, other=0.0)
@@ -119,7 +120,7 @@ def _group(
     where: Value, distance: Value, place: Value, count: Value, first: Value, terms: Value, SIZE: constexpr,
     TERM: constexpr, REGULAR: constexpr, ALIGNED: constexpr, REDUCED: constexpr,
 ) -> Value:  # fmt: skip
-    """Up to SIZE terms from ``first`` on, added pair by pair; an odd one out moves up."""
+    """Return the sum of up to SIZE terms from ``first`` on, added pair by pair; an odd one out moves up."""
     if SIZE == 1:
         return _term(where, distance, place, count, first, terms, TERM, REGULAR, ALIGNED)
     else:
@@ -133,7 +134,7 @@ def _group(
 def _carry(
     waiting: Value, found: Value, group: Value, groups: Value, LEVEL: constexpr, REDUCED: constexpr
 ) -> tuple[Value, Value]:
-    """What waits at a level, and what goes up from it: [Note: Groups of terms]."""
+    """Return the sum that waits at a level, and the one that goes up from it: [Note: Groups of terms]."""
     if (group >> LEVEL) & 1 == 0:
         waiting = found
     elif ((group + 1) & ((1 << LEVEL) - 1) == 0) | (group == groups - 1):
@@ -178,7 +179,7 @@ def _ordered_sum_kernel(
 
 @triton.jit
 def _pairs(lanes: Value, LANES: constexpr) -> Value:
-    """Neighbours added pair by pair, down to one. A reduction of two terms has but one order."""
+    """Return the sum of lanes, neighbours added pair by pair. A reduction of two terms has only one order."""
     if LANES == 1:
         return lanes
     else:

@@ -56,7 +56,7 @@ def _momentum(
     gradient: Value, buffer: Value, scale: Value, place: Value, mask: Value, words: Value, keep: Value, take: Value,
     FIRST: constexpr, NESTEROV: constexpr,
 ) -> Value:  # fmt: skip
-    """SGD's direction; its buffer is read and written. ``buffer`` is None without momentum."""
+    """Return SGD's direction; its buffer is read and written. ``buffer`` is None without momentum."""
     if buffer is None:
         return gradient
     else:
@@ -76,7 +76,7 @@ def _lion(
     gradient: Value, first: Value, scale: Value, place: Value, mask: Value, words: Value, keep: Value, take: Value,
     keep_square: Value, take_square: Value,
 ) -> Value:  # fmt: skip
-    """Lion's direction, a sign; its average is read and written."""
+    """Return Lion's direction, a sign; its average is read and written."""
     average = read_state(first, scale, place, mask, True)
     mean = average * keep + gradient * take
     write_state(first, scale, place, mask, average * keep_square + gradient * take_square, words, True)
@@ -88,7 +88,7 @@ def _adam(
     gradient: Value, first: Value, second: Value, first_scale: Value, second_scale: Value, place: Value, mask: Value,
     words: Value, keep: Value, take: Value, keep_square: Value, take_square: Value, epsilon: Value,
 ) -> Value:  # fmt: skip
-    """Adam's direction; both averages are read and written."""
+    """Return Adam's direction; both averages are read and written."""
     average = read_state(first, first_scale, place, mask, True) * keep + gradient * take
     square = read_state(second, second_scale, place, mask, False) * keep_square + (gradient * take_square) * gradient
     write_state(first, first_scale, place, mask, average, words, True)
@@ -98,7 +98,7 @@ def _adam(
 
 @triton.jit
 def _stochastically(values: Value, numbers: Value, k0: Value, k1: Value) -> Value:
-    """To what bf16 holds, up or down: [Note: One update]."""
+    """Round up or down to bf16 numbers: [Note: One update]."""
     words = (random_words(numbers, k0, k1) & 0xFFFF) + values.to(tl.uint32, bitcast=True)
     moved = (words & 0xFFFF0000).to(tl.float32, bitcast=True)
     return tl.where(is_finite(values), moved, wide(nearest(values, tl.bfloat16)))

@@ -49,7 +49,9 @@ class Aio:
         for name in ("block_size", "queue_depth", "thread_count"):
             value, unit = getattr(self, name), ALIGNMENT if name == "block_size" else 1
             if value < unit or value % unit:
-                raise UsageError(f"aio: {name}: expected a positive multiple of {unit}, got {value}")
+                raise UsageError(
+                    f"aio: {name}: expected a positive multiple of {unit}, got {value}", code="nvme-aio-invalid"
+                )
 
 
 class DiskFile:

@@ -97,7 +97,9 @@ class ExtentFile:
         except OSError as error:
             self._lease.release()
             text = f"{label}: {self._lease.path / DATA} cannot be made: {error.strerror or error}"
-            raise OffloadError(f"{text}. Name another directory, on a disk that works and has room") from error
+            raise OffloadError(
+                f"{text}. Name another directory, on a disk that works and has room", code="nvme-file-not-made"
+            ) from error
         self._summing = threading.Semaphore(aio.thread_count)
         self._reads, self._writes = Lane(aio.queue_depth, "offload-read"), Lane(aio.queue_depth, "offload-write")
         self._states: dict[Extent, _State] = {}
@@ -123,13 +125,18 @@ class ExtentFile:
         none."""
         self._check_held()
         if count < 0:
-            raise UsageError(f"{self._label}: ExtentFile.allocate: expected a count of bytes, got {count}")
+            raise UsageError(
+                f"{self._label}: ExtentFile.allocate: expected a count of bytes, got {count}",
+                code="nvme-allocate-count-invalid",
+            )
         try:
             self._disk.check()
             extent = Extent(self._place(whole_pages(count)), count)
         except (OSError, Damage) as error:
             wanted = Extent(self._disk.size, count)
-            raise OffloadError(_sentence(self._label, "taking room for", self.path, wanted, error)) from error
+            raise OffloadError(
+                _sentence(self._label, "taking room for", self.path, wanted, error), code="nvme-room-refused"
+            ) from error
         sums = [_sum_of_zeros(end - start) for start, end in _segments(count, self._aio.block_size)]
         self._states[extent] = _State(array("I", sums))
         self._reserved.setdefault(count, []).append(extent)
@@ -202,7 +209,8 @@ class ExtentFile:
             raise UsageError(
                 f"{self._label}: ExtentFile.{'read' if reading else 'write'}: expected uint8 [{extent.count}] on the "
                 f"CPU, contiguous, at a multiple of {ALIGNMENT} in memory (host_memory.staging), got {data.dtype} "
-                f"{list(data.shape)} on {data.device}"
+                f"{list(data.shape)} on {data.device}",
+                code="nvme-buffer-unsuitable",
             )
         blocks = self._blocks(extent, bytes_of(data), reading=reading)
         state = self._states[extent]
@@ -237,7 +245,10 @@ class ExtentFile:
         self._check_held()
         state = self._states.get(extent)
         if state is None:
-            raise UsageError(f"{self._label}: offload: expected an extent of {self.path}, got one of another file")
+            raise UsageError(
+                f"{self._label}: offload: expected an extent of {self.path}, got one of another file",
+                code="nvme-extent-of-another-file",
+            )
         state.last.wait_quietly()
         blocks = _Blocks(self, extent, state, data, reading=reading, cached=cached)
         try:
@@ -263,7 +274,8 @@ class ExtentFile:
         if not self._lease.held:
             raise UsageError(
                 f"{self._label}: offload: {self.path} is closed, or belongs to the parent of this forked process: "
-                "make an ExtentFile of its own in a child"
+                "make an ExtentFile of its own in a child",
+                code="nvme-file-closed",
             )
 
 

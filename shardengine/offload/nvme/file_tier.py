@@ -12,7 +12,7 @@ and written (extent_file), the meaning of the tensors.
     READING       tensors, check_out(blank), buffer is needed      IN_FILE
     READING       the disk refuses                                 IN_FILE
     CHECKED_OUT   check_in(changed)                                WRITING
-    CHECKED_OUT   check_in(not changed)                            IN_FILE, or WRITING what was UNWRITTEN
+    CHECKED_OUT   check_in(not changed)                            IN_FILE, or WRITING if it was UNWRITTEN
     CHECKED_OUT   abandon                                          IN_FILE, or UNWRITTEN as before
     WRITING       the disk is done                                 IN_FILE, or UNWRITTEN after an error
     UNWRITTEN     check_out                                        CHECKED_OUT

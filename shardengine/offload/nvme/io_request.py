@@ -39,12 +39,15 @@ class IORequest:
         self.wait_quietly()
         if self._failure is not None:
             text, cause = self._failure
-            raise OffloadError(text) from cause
+            raise OffloadError(text, code="nvme-transfer-failed") from cause
 
     def wait_quietly(self) -> None:
         """Block as ``wait`` does, without the error."""
         if not self._ended.is_set() and os.getpid() != self._process:
-            raise UsageError("offload: this transfer was under way at a fork: only the parent can wait for it")
+            raise UsageError(
+                "offload: this transfer was under way at a fork: only the parent can wait for it",
+                code="nvme-transfer-across-fork",
+            )
         self._ended.wait()
 
     def fail(self, text: str, cause: BaseException) -> None:

@@ -41,7 +41,8 @@ class Lease:
             cause = getattr(error, "strerror", None) or error
             raise OffloadError(
                 f"{label}: no file for offloaded states can be made in {directory}: {cause}. It has "
-                "to be a directory in which this process may make files and lock them; name another one"
+                "to be a directory in which this process may make files and lock them; name another one",
+                code="nvme-file-not-made",
             ) from error
 
     @property
