@@ -5,12 +5,12 @@
     engine.backward(loss)
     engine.step()
 
-Importing it loads nothing; the first name that is asked for loads torch, and nothing else that is heavy. So the command
-line answers at once where torch is not needed: help, a config with errors.
+Importing the package loads nothing; the first use of a name loads torch, and nothing else that is heavy. So the command
+line answers at once if torch is not needed: help, a config with errors.
 
 Beside the packages: errors · trace (events in the Chrome trace format) · other_engines (names of other libraries that
-people call here, and what to call instead) · start (initialize) · pretrained (load_pretrained) · lion, monitors (public
-names) · version
+people call here, and what to call instead) · start (initialize) · pretrained (load_pretrained) · lion, muon, monitors
+(public names) · uncaught (a ConfigError that ends the script) · version
 """
 
 from typing import TYPE_CHECKING, Any
@@ -60,8 +60,10 @@ if not TYPE_CHECKING:
     }
 
     def __getattr__(name: str) -> Any:
-        """A public name or a package, found when it is asked for first. AttributeError says what there is instead of
-        what other packages of this kind have."""
+        """Return a public name or a package, imported at its first use.
+
+        Raises AttributeError, which names the replacement for names of other packages of this kind.
+        """
         import gc
         from importlib import import_module
         from importlib.util import find_spec

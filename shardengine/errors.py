@@ -4,7 +4,7 @@
     ├── ConfigError  (ValueError)    the JSON config is wrong; lists every problem of the file at once
     ├── UsageError   (RuntimeError)  the library was called in a way it cannot serve (model, optimizer, order of calls)
     ├── MismatchError (RuntimeError) ranks disagree about model, config or order of collectives; names the ranks
-    │   └── EarlyTerminationError     … or have unequal numbers of batches, inside a join that is to say so
+    │   └── EarlyTerminationError     … or have unequal numbers of batches, inside a join that asks for this error
     ├── CheckpointError (RuntimeError) a checkpoint is missing, damaged, or could not be written
     ├── OffloadError (RuntimeError)   states that rest on a disk cannot be read or written, or came back changed
     ├── NonfiniteGradientError (RuntimeError)  gradients hold Inf or NaN; names the first parameters
@@ -12,7 +12,7 @@
     ├── CommunicationError (RuntimeError)  a collective failed or timed out; names operation, bucket, parameters, rank
     └── InternalError (AssertionError)     an invariant of ours broke: a bug in shardengine, please report it
 
-A message says what was expected, what was given, and what to do. ``error.code`` is a short name of the kind of error,
+A message names the expected and the given value, and the remedy. ``error.code`` is a short name of the kind of error,
 such as "join-nested". It stays the same when the message is reworded; docs/troubleshooting.md lists the codes.
 """
 
@@ -22,8 +22,10 @@ _names: dict[str, str] = {}
 
 
 def call_by(names: dict[str, str]) -> None:
-    """From now on every message of this process has these names in the place of ours: the engine is used through
-    another surface, whose user does not see it."""
+    """Replace our names by ``names`` in every later message of this process.
+
+    Another interface calls it, whose user does not see the engine.
+    """
     _names.update(names)
 
 
@@ -61,7 +63,7 @@ class MismatchError(ShardEngineError, RuntimeError):
 
 
 class EarlyTerminationError(MismatchError):
-    """Some ranks have run out of data before others inside of ``engine.join(throw_on_early_termination=True)``."""
+    """Some ranks ran out of data before others inside of ``engine.join(throw_on_early_termination=True)``."""
 
 
 class CommunicationError(ShardEngineError, RuntimeError):
@@ -69,11 +71,11 @@ class CommunicationError(ShardEngineError, RuntimeError):
 
 
 class NonfiniteGradientError(ShardEngineError, RuntimeError):
-    """Gradients hold Inf or NaN, and the config says that this, or so many steps of it in a row, is an error."""
+    """Gradients hold Inf or NaN, and the config makes this, or a number of such steps in a row, an error."""
 
 
 class LossScaleError(NonfiniteGradientError):
-    """Gradients are not finite although the loss scale is as small as it may be."""
+    """Gradients are not finite although the loss scale is at its minimum."""
 
 
 class CheckpointError(ShardEngineError, RuntimeError):
@@ -81,7 +83,7 @@ class CheckpointError(ShardEngineError, RuntimeError):
 
 
 class OffloadError(ShardEngineError, RuntimeError):
-    """The file of offloaded states cannot be made, read or written, or does not hold what was written to it."""
+    """The file of offloaded states cannot be made, read or written, or its bytes are not those that were written."""
 
 
 class InternalError(ShardEngineError, AssertionError):

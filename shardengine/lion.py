@@ -1,4 +1,4 @@
-"""``shardengine.lion.Lion``, which is `optim/lion.py`'s."""
+"""``shardengine.lion.Lion``, the class of `optim/lion.py`."""
 
 from shardengine.optim import Lion
 

@@ -1,4 +1,4 @@
-"""``shardengine.monitors.Monitor``, which is `engine/monitors.py`'s."""
+"""``shardengine.monitors.Monitor``, the class of `engine/monitors.py`."""
 
 from shardengine.engine import Monitor
 

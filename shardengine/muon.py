@@ -1,4 +1,4 @@
-"""``shardengine.muon``: Muon with AdamW for the rest as one torch optimizer, of `optim/muon_with_adamw.py`."""
+"""``shardengine.muon``: Muon, with AdamW for other parameters, as one optimizer (`optim/muon_with_adamw.py`)."""
 
 from shardengine.optim import MuonWithAdamW, hidden_matrices
 

@@ -1,10 +1,10 @@
-"""Names that other engines have and this one has not, each with what to call here. Owns: the sentences, and the errors.
+"""Names that other engines have and this one lacks, each with what to call here. Owns: the sentences, and the errors.
 
-Must not know: the engine, its optimizer (they are handed in); names that exist here (a test compares).
+Must not know: the engine, its optimizer (they are passed in); names that exist here (a test compares).
 
 The lists follow the public names of DeepSpeed's engine and optimizers, torch's DistributedDataParallel, both FSDPs and
 ZeroRedundancyOptimizer, fairscale, and the methods of accelerate's Accelerator that scripts call beside a model. In a
-sentence what stands in backticks exists: a call, an attribute, a key of the config.
+sentence every text in backticks exists: a call, an attribute, a key of the config.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def _each(names: str, sentence: str) -> dict[str, str]:
 
 
 def _read_from(**paths: str) -> dict[str, str]:
-    """Names of settings → where the config has them (several names, separated by spaces)."""
+    """Return sentences for names of settings. paths: place in the config → such names, separated by spaces."""
     return {
         name: f"read `engine.config.{path.replace('__', '.')}`"
         for path, names in paths.items()
@@ -247,7 +247,7 @@ ENGINE: Mapping[str, str] = {
         "optimizer_legacy_fusion use_node_local_storage checkpoint_tag_validation_enabled",
         _NO_KEY,
     ),
-    # What is not here
+    # Features that are not here
     **_each(
         "is_first_stage is_last_stage get_pipeline_parallel_rank get_model_parallel_rank get_tensor_parallel_rank "
         "get_sequence_parallel_group mp_world_size mpu sequence_parallel_size seq_parallel_group "
@@ -435,18 +435,18 @@ ARGUMENTS: Mapping[str, Mapping[str, str]] = {
         ),
     },
 }
-"""``initialize`` or a method of the engine → keyword argument that it has elsewhere and not here → what to do."""
+"""``initialize`` or a method of the engine → keyword argument that others have and it lacks → what to do."""
 
 
 def explain_arguments(error: TypeError) -> None:
-    """Raise what says what to do, where Python's ``error`` is about an argument that others have."""
+    """Raise a TypeError with the remedy, if Python's ``error`` is about an argument of other engines."""
     found = re.match(r"(?:Engine|Checkpointing)\.(\w+)\(\) got an unexpected keyword argument '(\w+)'", str(error))
     if found and found[2] in ARGUMENTS.get(found[1], {}):
         raise TypeError(about_argument(found[1], found[2], ())) from None
 
 
 def about_argument(call: str, name: str, known: Iterable[str]) -> str:
-    """What to say where ``call`` has no argument ``name``. known: those that it has."""
+    """Return the message for an argument ``name`` that ``call`` does not have. known: the arguments that it has."""
     call_of = f"{'shardengine' if call == 'initialize' else 'engine'}.{call}"
     sentence = ARGUMENTS.get(call, {}).get(name)
     if sentence is None:
@@ -456,12 +456,12 @@ def about_argument(call: str, name: str, known: Iterable[str]) -> str:
 
 
 def read_from_module(engine: Any, module: Any, name: str) -> Any:
-    """``module``'s attribute ``name``, which ``engine`` has not. AttributeError says what to call instead.
+    """Return ``module``'s attribute ``name``, which ``engine`` lacks. Raises AttributeError with what to call instead.
 
-    An AttributeError that comes from inside of a property, the engine's or the module's, stays what it is.
+    An AttributeError from inside of a property, the engine's or the module's, is raised unchanged.
     """
     if hasattr(type(engine), name):
-        return object.__getattribute__(engine, name)  # a property that raised; it does so again, with its own words
+        return object.__getattribute__(engine, name)  # a property that raised; it does so again, with its own message
     try:
         return getattr(module, name)
     except AttributeError as error:
@@ -477,7 +477,10 @@ def read_from_module(engine: Any, module: Any, name: str) -> Any:
 
 
 def read_from_optimizer(optimizer: Any, name: str) -> Any:
-    """AttributeError, which says what ``optimizer``, an engine's, has instead of ``name``; or that of a property."""
+    """Raise AttributeError with the replacement of ``name``, which the engine's ``optimizer`` lacks.
+
+    An AttributeError from inside of a property is raised unchanged.
+    """
     if hasattr(type(optimizer), name):
         return object.__getattribute__(optimizer, name)
     if name in OPTIMIZER:
@@ -487,7 +490,7 @@ def read_from_optimizer(optimizer: Any, name: str) -> Any:
 
 
 def missing_in_package(name: str, names: Iterable[str]) -> AttributeError:
-    """What to raise where ``shardengine`` has no ``name``. names: those that it has."""
+    """Return the error for a ``name`` that ``shardengine`` does not have. names: the names that it has."""
     if name in PACKAGE:
         return AttributeError(f"module 'shardengine' has no attribute {name!r}: {PACKAGE[name]}")
     near = [] if name.startswith("_") else [f"shardengine.{each}" for each in _alike(name, names)]
@@ -495,7 +498,7 @@ def missing_in_package(name: str, names: Iterable[str]) -> AttributeError:
 
 
 def _alike(name: str, names: Iterable[str]) -> list[str]:
-    """Up to two public names that are spelt nearly like ``name``."""
+    """Return up to two public names that are spelt nearly like ``name``."""
     return difflib.get_close_matches(name, sorted({each for each in names if not each.startswith("_")}), 2, 0.75)
 
 

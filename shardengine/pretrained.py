@@ -1,8 +1,8 @@
 """``load_pretrained``: a pretrained model of transformers, sharded while it is loaded. Nothing is read or placed here.
 
-Every rank makes the model inside of ``meta_init``, where ``from_pretrained`` reads the heads of the files alone, and
-``initialize`` gives each its own slices. The mesh is built before, so that a rank that cannot read the files is an
-error on all.
+Every rank makes the model inside of ``meta_init``, where ``from_pretrained`` reads only the heads of the files, and
+``initialize`` gives each rank its own slices. The mesh is built before, so that a failure of one rank to read the files
+raises on all.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ def load_pretrained(
     dtype: Any = None,
     **options: Any,
 ) -> Engine:
-    """An engine that trains a pretrained model of transformers, of which no rank ever holds more than its part.
+    """Return an engine that trains a pretrained model of transformers; no rank ever holds more of it than its part.
 
     Collective. name: a folder, or an id of the hub, as for ``from_pretrained``; its files are safetensors ·
-    model_class: a model or an Auto class of transformers, default the one that the model's own configuration names ·
-    dtype: of the weights, default ``from_pretrained``'s · options: ``initialize``'s (optimizer, lr_scheduler, mesh,
-    monitors), and any other is ``from_pretrained``'s. The weights are to the bit what ``from_pretrained`` and
-    ``initialize`` give; the model is ``engine.module``, in evaluation mode, as ``from_pretrained`` leaves it. To
-    add adapters or frozen layers to it, call ``from_pretrained`` inside of ``meta_init``, and then ``initialize``.
+    model_class: a model or an Auto class of transformers, default the class that the model's own configuration names ·
+    dtype: of the weights, default ``from_pretrained``'s · options: those of ``initialize`` (optimizer, lr_scheduler,
+    mesh, monitors); any other goes to ``from_pretrained``. The weights are, to the bit, those of ``from_pretrained``
+    and ``initialize``. The model is ``engine.module``, in evaluation mode, as ``from_pretrained`` leaves it. To add
+    adapters or frozen layers to it, call ``from_pretrained`` inside of ``meta_init``, and then ``initialize``.
 
-    UsageError for files that are cut off, or of another kind or shape; on other ranks MismatchError. What
-    ``from_pretrained`` raises for a place without a model is raised as it is.
+    Raises UsageError for files that are cut off, or of another kind or shape; on other ranks MismatchError. The error
+    of ``from_pretrained`` for a place without a model is raised unchanged.
     """
     for each in options.keys() & _NOT_HERE.keys():
         raise UsageError(
@@ -67,7 +67,7 @@ def load_pretrained(
 
 
 def _make(name: str | Path, model_class: Any, options: dict[str, Any]) -> Any:
-    """The model, without values."""
+    """Return the model, without values."""
     try:
         import transformers
     except ImportError as error:
@@ -94,6 +94,6 @@ def _make(name: str | Path, model_class: Any, options: dict[str, Any]) -> Any:
 
 
 def _for_config(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of ``from_pretrained``'s options that say where the files are."""
+    """Return those of ``from_pretrained``'s options that find the files."""
     wanted = "cache_dir force_download local_files_only token revision subfolder trust_remote_code".split()
     return {key: options[key] for key in wanted if key in options}

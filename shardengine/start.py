@@ -1,6 +1,6 @@
-"""``shardengine.initialize``: an engine, of whose config a plan decides what is "auto".
+"""``shardengine.initialize``: an engine, after a plan has decided the values that are "auto" in its config.
 
-Must not know: what an engine is made of, how it is planned.
+Must not know: the parts of an engine, how it is planned.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ def initialize(
     batch: Mapping[str, Any] | None = None,
     loss: Callable[[Any], Tensor] | None = None,
 ) -> Engine:
-    """Partition ``model`` over the data-parallel ranks as ``config`` says and return the engine that trains it.
+    """Partition ``model`` over the data-parallel ranks as ``config`` describes and return the engine that trains it.
 
     Collective: every rank calls it with the same model, config and optimizer. The model moves to this rank's device
-    (one flat buffer at a time) and takes rank 0's values, so that on other ranks it may be on the meta device; a model
-    made inside of ``meta_init`` has none on any rank, and each gets its own part alone. Its parameters stay the user's
-    own objects under their own names.
+    (one flat buffer at a time) and takes rank 0's values, so on other ranks it may be on the meta device. A model made
+    inside of ``meta_init`` has no values on any rank, and each rank gets only its own part of them. The model's
+    parameters stay the user's own objects under their own names.
 
     config: a dict, the path of a JSON file, or a Config · optimizer: a torch optimizer over ``model.parameters()`` that
     has not stepped yet (class, options and groups are taken over; its ``step()`` and ``zero_grad()`` are the engine's
-    until ``close()``), [torch.optim.Muon(...), torch.optim.AdamW(...)], a function from a list of parameters to one,
-    or None (from the config, over ``model_parameters`` or all trainable parameters) · lr_scheduler: a scheduler, a
-    function from the engine's optimizer to one, or None (from the config) · mesh: the data-parallel ranks, where they
-    are not all: torch's DeviceMesh of one dimension, or of two, ("replicate", "shard"), for hybrid sharding; a process
-    group; or the result of an own ``comm.mesh.build`` · monitors: objects that rank 0 gives the numbers of every step
-    (`monitors.Monitor`), beside those of the config · weights: for a model without values: a folder of safetensors
-    files, one such file, or a `loading.Reader`; every rank reads the parts that it keeps, what is not there begins as
-    the model's own code has it.
+    until ``close()``), [torch.optim.Muon(...), torch.optim.AdamW(...)], a function from a list of parameters to one, or
+    None (from the config, over ``model_parameters`` or all trainable parameters) · lr_scheduler: a scheduler, a
+    function from the engine's optimizer to one, or None (from the config) · mesh: the data-parallel ranks, if they are
+    not all ranks: torch's DeviceMesh of one dimension, or of two, ("replicate", "shard"), for hybrid sharding; a
+    process group; or the result of an own ``comm.mesh.build`` · monitors: objects that rank 0 gives the numbers of
+    every step (`monitors.Monitor`), beside those of the config · weights: for a model without values: a folder of
+    safetensors files, one such file, or a `loading.Reader`. Every rank reads the parts that it keeps; tensors that the
+    weights lack begin with the values of the model's own code.
 
-    Where the config says "auto" for ``zero_optimization.stage`` or ``train_micro_batch_size_per_gpu``, rank 0 plans
-    what fits and is fastest, as ``shardengine.choose`` does, and all ranks take it; all else is as the config says.
-    For that alone, batch: a micro-batch of any number of samples, as ``engine(**batch)`` gets it, default 512 tokens
-    for a model of transformers; longer ones need more memory · loss: a function of what forward returns, default its
-    ``loss``.
+    If the config says "auto" for ``zero_optimization.stage`` or ``train_micro_batch_size_per_gpu``, rank 0 plans the
+    fastest values that fit, as ``shardengine.choose`` does, and all ranks use them; all other keys keep their values.
+    Only the plan uses the last two arguments. batch: a micro-batch of any number of samples, as passed to
+    ``engine(**batch)``, default 512 tokens for a model of transformers; longer ones need more memory · loss: a function
+    of forward's result, default its ``loss``.
 
     Raises ConfigError (every problem of the config at once), UsageError (model or optimizer that cannot be served),
     MismatchError (ranks disagree; names them).

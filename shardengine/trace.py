@@ -1,4 +1,6 @@
-"""What happened when, on one rank, in the Chrome trace event format. Must not know: collectives, units, the engine.
+"""A record of events and their times, on one rank, in the Chrome trace event format.
+
+Must not know: collectives, units, the engine.
 
 Times are from a monotonic clock that all processes of a machine share, in nanoseconds. Lanes are rows of the picture:
 
@@ -6,11 +8,12 @@ Times are from a monotonic clock that all processes of a machine share, in nanos
     communication   from the issue of a collective to its completion
     waiting         the same collectives, as long as the compute lane stood still for them: the exposed communication
 
-[Note: Moments] On a CPU a moment is when the host comes to it. On a GPU it is when a stream does, which the host learns
-later: of compute the stream that computes, so that a forward lasts as long as its kernels; of a collective the stream
-on which it was issued, then one that waits for its end and for nothing else. So nothing waits for the device while a
-trace is recorded; it begins and is written with a wait for it. What is exposed lies between two moments of the stream
-that computes, before and after it was told to wait. Decisions, for which the host waits, are in the host's time.
+[Note: Moments] On a CPU a moment is when the host reaches it. On a GPU it is when a stream reaches it, which the host
+learns later. For compute this is the stream that computes, so a forward lasts as long as its kernels. For a collective
+it is first the stream that issued it, then one that waits for its end and for nothing else. So nothing waits for the
+device while a trace is recorded; only its beginning and its writing wait. Exposed communication lies between two
+moments of the computing stream, before and after its wait for the collective. Decisions that the host waits for are in
+the host's time.
 """
 
 from __future__ import annotations
@@ -27,29 +30,29 @@ from typing import Any, Protocol
 COMPUTE, COMMUNICATION, WAITING = "compute", "communication", "waiting"
 LANES = (COMPUTE, COMMUNICATION, WAITING)
 MAX_EVENTS = 200_000
-"""Per rank; what comes later is counted and left out."""
+"""The most events per rank; later ones are counted and left out."""
 
 Event = tuple[int, str, int, int, dict[str, Any]]
-"""Lane, name, start and duration in nanoseconds, what else is shown."""
+"""Lane, name, start and duration in nanoseconds, further details to show."""
 
 now = time.perf_counter_ns
 
 
 class Moment(Protocol):
-    """A point in what the host does, or in what a stream was given ([Note: Moments])."""
+    """A point in the work of the host or of a stream ([Note: Moments])."""
 
     @property
     def reached(self) -> bool:
         """Whether it is past. Never blocks."""
 
     def since(self, earlier: Any) -> int:
-        """Nanoseconds from ``earlier``, of the same kind, to it. Both are reached."""
+        """Return the nanoseconds from ``earlier``, of the same kind, to this moment. Both are reached."""
 
     def at(self, zero: Any, time_of_zero: int) -> int:
-        """The time, of ``now``, when it was reached. zero: a moment of the device, and its time."""
+        """Return the time, of ``now``, when it was reached. zero: a moment of the device, and its time."""
 
     def wait_on_host(self) -> int:
-        """Return when it is reached: the time then."""
+        """Block until it is reached, and return the time."""
 
 
 class HostMoment:
@@ -74,9 +77,9 @@ class HostMoment:
 
 
 class Trace:
-    """The events of one rank, written down only while ``recording``; ``waited_ns`` is always counted.
+    """The events of one rank, recorded only while ``recording``; ``waited_ns`` is always counted.
 
-    moment: the present one, of the stream that is current.
+    moment: returns the present moment of the current stream.
     """
 
     def __init__(self, moment: Callable[[], Moment] = HostMoment) -> None:
@@ -86,14 +89,14 @@ class Trace:
         self.left_out = 0
         self._zero: tuple[Moment, int] = (HostMoment(), 0)
         self._open: deque[tuple[str, str, Moment, Moment, dict[str, Any]]] = deque()
-        """Events whose end is not known to be reached; those behind them wait for them."""
+        """Events whose end may not be reached yet; later events wait behind them."""
         self._waits: deque[tuple[Moment, Moment]] = deque()
         self._waited_ns = 0
         self._lock = threading.Lock()
-        """Threads of the backend add events, too."""
+        """Threads of the backend add events as well."""
 
     def begin(self) -> None:
-        """Write down what happens from now on; waits for the device."""
+        """Begin to record; waits for the device."""
         zero = self.moment()
         self._zero = zero, zero.wait_on_host()
         self.recording = True
@@ -101,20 +104,20 @@ class Trace:
         self._open.clear()
 
     def end(self) -> tuple[list[Event], int]:
-        """Stop; what was written down, and how many events were left out. Waits for the device."""
+        """Stop. Return the recorded events and the number of events that were left out. Waits for the device."""
         self.recording = False
         self._settle(wait=True)
         found, self.events = (self.events, self.left_out), []
         return found
 
     def drop(self) -> None:
-        """Stop, and forget what was written down: after an error the device may never come to it."""
+        """Stop and discard all events, because after an error the device may never reach them."""
         self.recording = False
         self.events = []
         self._open.clear()
 
     def add(self, lane: str, name: str, start: Moment, end: Moment, details: Mapping[str, Any] | None = None) -> None:
-        """An event from ``start`` to ``end``, if recording."""
+        """Record an event from ``start`` to ``end``, if recording."""
         if not self.recording:
             return
         if len(self.events) + len(self._open) >= MAX_EVENTS:
@@ -124,21 +127,24 @@ class Trace:
         self._settle()
 
     def mark(self) -> Moment | None:
-        """The present moment, if recording."""
+        """Return the present moment, if recording."""
         return self.moment() if self.recording else None
 
     def waited(self, name: str, start: Moment, end: Moment) -> None:
-        """The compute lane stood still for a collective from ``start`` to ``end``."""
+        """Record that the compute lane stood still for a collective from ``start`` to ``end``."""
         self._waits.append((start, end))
         self.add(WAITING, name, start, end)
 
     def host_waited(self, name: str, since: int) -> None:
-        """The host waited for a collective from ``since``, a time of ``now``, to this moment."""
+        """Record that the host waited for a collective from ``since``, a time of ``now``, to this moment."""
         self.waited(name, HostMoment(since), HostMoment())
 
     @property
     def waited_ns(self) -> int:
-        """For how long the compute lane stood still for collectives, as far as the device has come. Never blocks."""
+        """The nanoseconds that the compute lane stood still for collectives, as far as the device has come.
+
+        Never blocks.
+        """
         with self._lock:
             while self._waits and self._waits[0][1].reached:
                 start, end = self._waits.popleft()
@@ -147,7 +153,7 @@ class Trace:
 
     @contextmanager
     def span(self, name: str, **details: Any) -> Iterator[None]:
-        """An event of the compute lane, as long as the ``with`` block."""
+        """Record an event of the compute lane, as long as the ``with`` block."""
         start = self.moment()
         try:
             yield
@@ -155,7 +161,7 @@ class Trace:
             self.add(COMPUTE, name, start, self.moment(), details)
 
     def _settle(self, *, wait: bool = False) -> None:
-        """Work out the times of what is over, or of everything."""
+        """Compute the times of all events that are over, or, with ``wait``, of all events."""
         with self._lock:
             while self._open and (wait or self._open[0][3].reached):
                 lane, name, start, end, details = self._open.popleft()
@@ -166,7 +172,7 @@ class Trace:
 
 
 def write(path: Path, ranks: Sequence[tuple[Sequence[Sequence[Any]], int]]) -> None:
-    """Write the (events, number left out) of all ranks as one file for chrome://tracing or Perfetto; OSError."""
+    """Write the (events, number left out) of all ranks as one file for chrome://tracing or Perfetto. Raises OSError."""
     first = min((event[2] for events, _ in ranks for event in events), default=0)
     rows: list[dict[str, Any]] = []
     for rank, (events, _) in enumerate(ranks):

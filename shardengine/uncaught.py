@@ -1,6 +1,6 @@
-"""A ``ConfigError`` that a script does not catch: the sentences and the script's line, once for a machine's processes.
+"""A ``ConfigError`` that a script does not catch: its message and the script's line are printed, once per machine.
 
-Owns: ``sys.excepthook`` for that one error; any other goes to who had it before. Must not know: configs.
+Owns: ``sys.excepthook`` for that one error; any other goes to the previous hook. Must not know: configs.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from types import TracebackType
 from shardengine.errors import ConfigError
 
 OTHERS_WAIT_S = 3.0
-"""So long the processes that print nothing wait for the one that does: a launcher ends all when the first has ended."""
+"""Seconds that the other processes wait for the one that prints: a launcher ends all when the first has ended."""
 _IN_SHORT = "_shardengine_tells_in_short"
 _PACKAGE = str(Path(__file__).resolve().parent)
 
 
 def is_first_of_machine() -> bool:
-    """Whether this process is the one of those that a launcher has started on this machine which prints."""
+    """Return whether this is the one process on this machine that prints, of those that a launcher has started."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 @contextmanager
 def told_in_short() -> Iterator[None]:
-    """A ``ConfigError`` that leaves the block, and then the program, is told without the frames of this package."""
+    """Print a ``ConfigError`` that leaves the block, and then the program, without the frames of this package."""
     try:
         yield
     except ConfigError as error:
@@ -39,7 +39,10 @@ def told_in_short() -> Iterator[None]:
 
 
 def _install() -> None:
-    """Once, and again where somebody has replaced the hook. It knows no error: what an error holds may go before."""
+    """Install the hook: once, and again if somebody has replaced it.
+
+    It refers to no error, so that errors can be freed.
+    """
     before = sys.excepthook
     if getattr(before, _IN_SHORT, False):
         return
@@ -57,6 +60,6 @@ def _install() -> None:
 
 
 def _line_of_script(trace: TracebackType | None) -> str:
-    """The last line outside of this package, as a traceback shows it."""
+    """Return the last line outside of this package, as a traceback shows it."""
     frames = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith(_PACKAGE)]
     return "".join(traceback.format_list(frames[-1:]))

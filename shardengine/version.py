@@ -1,3 +1,3 @@
-"""The library's version: of the package, in checkpoints, shown by the command. Knows nothing else."""
+"""The version of the library, for the package, checkpoints and the command. Knows nothing else."""
 
 __version__ = "0.1.0"

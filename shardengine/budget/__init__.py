@@ -1,6 +1,7 @@
 """Bytes of an engine from layout, dtypes and letters (memory), sizes of buckets from a fit of the group (bucket_sizes).
 
-Must not know: the values of tensors, ranks at work."""
+Must not know: the values of tensors, ranks at work.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Sizes of buckets for which the config says "auto": one formula each, of a fit of the group (docs/limits.md).
+"""Sizes of buckets if the config says "auto": one formula each, of a fit of the group (docs/limits.md).
 
-Must not know: how a group is measured. Sizes change time and memory, and no bit.
+Must not know: how a group is measured. Sizes change time and memory, but no bit of a result.
 """
 
 from __future__ import annotations
@@ -15,21 +15,24 @@ from shardengine.config import Config, Source
 from shardengine.errors import InternalError
 
 HOST_S = 1e-4
-"""What a bucket costs in Python around its collectives and kernels, as measured (docs/limits.md, "Host time")."""
+"""Seconds that a bucket costs in Python around its collectives and kernels, as measured (docs/limits.md, "Host
+time")."""
 HIDDEN_BY_CPU = 0.125
-"""Part of a reduction's time that computation hides where the same processors do both (benchmarks/ddp.py, overlap)."""
+"""Part of a reduction's time that computation hides if the same processors do both (benchmarks/ddp.py, overlap)."""
 LEAST_ELEMENTS, MOST_ELEMENTS = 262_144, 50_000_000
-"""Of a bucket. Three are under way at once, so that the largest take 3·(2·g + 8/N)·50e6 bytes (docs/limits.md)."""
+"""Limits for a bucket. Three are in flight at once, so the largest take 3·(2·g + 8/N)·50e6 bytes (docs/limits.md)."""
 ALONE = 12_500_000
-"""Where there is one rank, and nothing to measure: the default."""
+"""The default, for one rank, because nothing can be measured."""
 _STEP = 65_536
 _REDUCE, _PREFETCH = "reduce_bucket_size", "stage3_prefetch_bucket_size"
 
 
 @dataclass(frozen=True)
 class BucketSizes:
-    """What stands in the place of "auto", in elements; None: the config says a number. reduction, gather: the fits by
-    which it was chosen, None: there is one rank, and the default counts."""
+    """The sizes that replace "auto", in elements; None: the config has a number.
+
+    reduction, gather: the fits that they were computed from, None: there is one rank, and the default is used.
+    """
 
     reduce: int | None = None
     prefetch: int | None = None
@@ -37,7 +40,7 @@ class BucketSizes:
     gather: GroupSpeed | None = None
 
     def put_into(self, config: Config) -> Config:
-        """``config`` with numbers in the place of "auto"."""
+        """Return ``config`` with numbers in the place of "auto"."""
         found = {_REDUCE: self.reduce, _PREFETCH: self.prefetch}
         sizes = {name: size for name, size in found.items() if size is not None}
         if not sizes:
@@ -47,7 +50,7 @@ class BucketSizes:
         return dataclasses.replace(config, zero_optimization=zero, sources={**config.sources, **sources})
 
     def sentences(self) -> list[str]:
-        """What was chosen and why, for people."""
+        """Return the chosen sizes and the reasons, as sentences for people."""
         rows = (
             (_REDUCE, self.reduce, "reductions", self.reduction),
             (_PREFETCH, self.prefetch, "gathers", self.gather),
@@ -60,10 +63,11 @@ class BucketSizes:
 
 
 def bucket_elements(speed: GroupSpeed, elements: int, itemsize: int, *, apart: bool = True) -> int:
-    """The size of buckets that cost least of ``elements`` whose gradients are sent in ``itemsize`` bytes each.
+    """Return the cheapest bucket size for ``elements`` whose gradients are sent in ``itemsize`` bytes each.
 
-    n = S / B buckets cost n latencies. Of what is sent computation hides the part f, but not of the last bucket, whose
-    f·β·B are lost: the sum is smallest at B = √(S·α/(f·β)). apart: other processors send than compute, and hide all.
+    n = S / B buckets cost n latencies. Computation hides the part f of the transfers, except that of the last bucket,
+    so f·β·B are lost: the sum is smallest at B = √(S·α/(f·β)). The flag is True if other processors send than compute,
+    which hides all.
     """
     latency, hidden = speed.latency_s + HOST_S, 1.0 if apart else HIDDEN_BY_CPU
     best = math.sqrt(elements * itemsize * latency / (hidden * speed.s_per_byte)) / itemsize
@@ -71,20 +75,20 @@ def bucket_elements(speed: GroupSpeed, elements: int, itemsize: int, *, apart: b
 
 
 def prefetch_elements(speed: GroupSpeed, itemsize: int) -> int:
-    """As many elements of weights, of ``itemsize`` bytes, as the group transfers during one latency: α/β bytes.
+    """Return as many elements of weights, of ``itemsize`` bytes, as the group transfers during one latency: α/β bytes.
 
-    One unit is gathered ahead in any case; several where units are so small that latencies would follow each other.
+    One unit is gathered ahead in any case; several are if units are so small that latencies would follow each other.
     """
     return min(_rounded((speed.latency_s + HOST_S) / speed.s_per_byte / itemsize), MOST_ELEMENTS)
 
 
 def settled(size: int | Literal["auto"]) -> int:
-    """A size after "auto" was replaced."""
+    """Return a size after "auto" was replaced."""
     if size == "auto":
         raise InternalError('a bucket size is still "auto" after initialize')
     return size
 
 
 def _rounded(elements: float) -> int:
-    """A multiple of 65,536, so that fits which differ little choose the same."""
+    """Return a multiple of 65,536, so that fits which differ little choose the same."""
     return max(round(elements / _STEP), 1) * _STEP

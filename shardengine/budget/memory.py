@@ -1,14 +1,15 @@
-"""What an engine takes of every tier's memory, from its layout: as well before anything is placed.
+"""The memory that an engine takes on the device, in host memory and on disk, from its layout; also before placement.
 
-Owns: the formula of model state by tier, the bound of what the device holds beside it, and what is said of a ratio
-that was chosen and of the live window. Must not know: what is measured, how a choice of tiers is made.
+Owns: the formula of model state by tier, the bound of the device's other bytes, the messages about a chosen ratio and
+about the live window. Must not know: measurements, the choice of tiers.
 
-[Note: Buffers] The pool keeps a buffer for its next use, so the bound adds up what each length of buffer needs at
-most at one moment: the gradients that a window holds beyond ``at_rest``, which counts complete ones, and of each
-length of bucket the three that may be under way (``ddp/reducer.py``), with what is received and two slices in fp32;
-where shard groups are averaged, what one bucket of each length receives for that. With it goes the live window of
-stages whose weights move. What depends on the model's code is not in it: gradients that wait for their bucket,
-``no_sync()``, several backwards in one window, units that are kept because an output is a view.
+[Note: Buffers] The pool keeps a buffer for its next use, so the bound adds up the most buffers of each length that are
+needed at one moment. These are the gradients that an accumulation window holds beyond ``at_rest``, which counts
+complete ones, and for each length of bucket the three that may be in flight (``ddp/reducer.py``), with the received
+data and two slices in fp32. If shard groups are averaged, the data that one bucket of each length receives for that is
+added, and for stages whose weights move, the live window. Bytes that depend on the model's code are not included:
+gradients that wait for their bucket, ``no_sync()``, several backwards in one window, units that are kept because an
+output is a view.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ from shardengine.stages import Placement, Stage
 
 _log = logging.getLogger(__name__)
 _WORTH_TELLING = 16 << 20
-"""Bytes of weights below which nothing is said of how many are whole."""
+"""Bytes of weights below which ``tell_window`` logs nothing."""
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """One layout and what else decides its bytes per rank; padding is included.
+    """One layout and the other facts that decide its bytes per rank; padding is included.
 
     state: bytes of optimizer state per element of a flat buffer's family, without master weights · micro_batches: of a
     window · prefetch: elements that may be gathered ahead · outside: bytes of weights that are in no flat buffer ·
-    nodes: as ``Collectives.nodes`` · message: bytes per element of what a communication hook sends · coded: of what
-    weights travel as, if not as they are · beside: bytes that whole matrices, or sums, take in the step, at
-    most, and errors of a communication hook · kept_whole: bytes of optimizer state that every rank keeps of parameters
-    as a whole · averages: shard groups are averaged now and then.
+    nodes: as ``Collectives.nodes`` · message: bytes per element that a communication hook sends, if there is one ·
+    coded: bytes per element of weights in messages, if they are coded · beside: the most bytes that whole matrices or
+    sums take in the step, and the errors of a communication hook · kept_whole: bytes of optimizer state that every rank
+    keeps for whole parameters · averages: shard groups are averaged now and then.
     """
 
     stage: Stage
@@ -58,11 +59,11 @@ class Footprint:
     averages: bool = False
 
     def at_rest(self, homes: Homes) -> defaultdict[str, float]:
-        """The stage's formula for model state, by tier, at the end of a window of micro-batches.
+        """Return the stage's formula for model state, by tier, at the end of a window of micro-batches.
 
-        Weights that rest sharded in another tier are counted there. What of the optimizer is away: the state of what
-        this rank steps, in its tier, and its complete gradient, in the host's memory (where every rank steps everything
-        the gradient is gathered, and stays on the device).
+        Weights that rest sharded in another tier are counted there. For an offloaded bucket, the state that this rank
+        steps is counted in its tier, and the complete gradient in host memory; if the stage gathers gradients, it stays
+        on the device.
         """
         predicted = defaultdict(float, device=float(self.outside + self.kept_whole))
         weights_place = "device" if homes.weights is None or not self.stage.moves_weights else homes.weights.name
@@ -95,7 +96,7 @@ class Footprint:
         return predicted
 
     def buffers(self, homes: Homes) -> float:
-        """Bytes on the device beside ``at_rest``, at most ([Note: Buffers])."""
+        """Return a bound of the bytes on the device beside ``at_rest`` ([Note: Buffers])."""
         found, lengths = self._window_bytes(homes), Counter[tuple[int, torch.dtype]]()
         for flat_buffer in self.layout.flat_buffers:
             for bucket in flat_buffer.buckets if flat_buffer.trainable else ():
@@ -107,47 +108,46 @@ class Footprint:
             whole = length * wire.itemsize * (1.0 if ranks == 1 else 2.0)
             if self.message is not None and ranks > 1:  # fp32 before and after, messages sent and received
                 whole = 2 * length * (4 + self.message)
-            if (nodes := self.nodes(wire)) > 1:  # what is sent and received between them
+            if (nodes := self.nodes(wire)) > 1:  # messages between them, sent and received
                 whole += 2 * self.rules.reduce.itemsize * length * nodes // ranks
             found += min(count, MAX_IN_FLIGHT) * (whole + 2 * 4 * length * self.layout.replicas // ranks)
         return found + self.beside
 
     def _taken_by_averages(self, homes: Homes, lengths: Collection[int]) -> float:
-        """Bytes of what is received of each bucket's weights and states, a slice of the group for each of them, and of
-        copies of those that rest in another tier."""
+        """Return the bytes of averages: received slices of weights and states, and copies of offloaded ones."""
         if not self.averages:
             return 0.0
         kept = 4 + max((self.state(each.family) for each in self.layout.flat_buffers if each.trainable), default=0)
         return sum(lengths) * self.layout.replicas / self.layout.ranks * kept * (2 if homes.state else 1)
 
     def on_device(self, homes: Homes) -> int:
-        """Bytes of the device that the engine needs, at most."""
+        """Return a bound of the bytes that the engine needs on the device."""
         return round(self.at_rest(homes)["device"] + self.buffers(homes))
 
     def part_away(self, homes: Homes) -> float:
-        """Which part of the optimizer's elements rests away from the device."""
+        """Return the part of the optimizer's elements that is offloaded."""
         total = sum(bucket.length for bucket in self.layout.buckets)
         return sum(self.layout.buckets[index].length for index in homes.state) / max(total, 1)
 
     def _master_bytes(self, flat_buffer: FlatBufferLayout, bucket: BucketLayout, homes: Homes) -> int:
-        """Bytes per element of master weights: fp32, or a copy of weights that are stepped elsewhere."""
+        """Return the bytes per element of master weights: fp32, or a copy of weights that are stepped elsewhere."""
         weights = getattr(torch, flat_buffer.dtype)
         master = self.precision.master_dtype(weights, copied=homes.needs_copy(bucket.index))
         return 0 if master is None else master.itemsize
 
     def _resting_bytes(self, flat_buffer: FlatBufferLayout, *, away: bool) -> int:
-        """Bytes per element of a gradient that is complete, or waits on the device for more micro-batches."""
+        """Return the bytes per element of a gradient that is complete, or waits for more micro-batches."""
         wire, accumulate = wire_of(self.rules, flat_buffer), self.rules.accumulate
         waits_there = not away or self.rules.sharded
         keeps = self.micro_batches > 1 and self._fits(flat_buffer) and waits_there
         return accumulate.itemsize if keeps else wire.itemsize
 
     def _fits(self, flat_buffer: FlatBufferLayout) -> bool:
-        """Whether the complete gradient may lie where it was summed."""
+        """Return whether the complete gradient may stay in the memory of the sum."""
         return self.rules.accumulate in (torch.float32, wire_of(self.rules, flat_buffer))
 
     def _held_beyond_rest(self, flat_buffer: FlatBufferLayout, bucket: BucketLayout, *, away: bool) -> float:
-        """Bytes of the bucket's gradients that a window holds on the device beyond those of ``at_rest``."""
+        """Return the bytes of the bucket's gradients that a window holds on the device beyond those of ``at_rest``."""
         rules, wire = self.rules, wire_of(self.rules, flat_buffer)
         leaves = away and not rules.gathers
         waits = self.micro_batches > 1 and not rules.sharded
@@ -159,7 +159,7 @@ class Footprint:
         sliced = self._resting_bytes(flat_buffer, away=away) if rules.sharded else wire.itemsize if apart else 0
         sliced += rules.accumulate.itemsize if rules.sharded and apart else 0
         summed = rules.gradients if rules.sharded else Placement.SHARDED
-        if rules.ends_across:  # what the group has summed is given up before the complete gradient is gathered
+        if rules.ends_across:  # the group's sum is freed before the complete gradient is gathered
             held = max(held, sliced * bucket.sizes[summed])
         else:
             held += 0 if leaves else sliced * bucket.sizes[summed]
@@ -168,7 +168,7 @@ class Footprint:
         return max(0.0, held - rests)
 
     def live_window(self) -> LiveWindow:
-        """Bytes of whole weights where they rest sharded ([Note: Live window])."""
+        """Return the bytes of whole weights, for weights that rest sharded ([Note: Live window])."""
         units: Counter[int] = Counter()
         for flat_buffer in self.layout.flat_buffers:
             units[flat_buffer.unit] += flat_buffer.length * flat_buffer.itemsize
@@ -181,26 +181,30 @@ class Footprint:
         return LiveWindow(root, blocks, len(units), largest, units[largest], smallest, work, ahead)
 
     def _window_bytes(self, homes: Homes) -> float:
-        """Bytes of whole weights beside those at rest; at one rank these are whole themselves, unless they are away."""
+        """Return the bytes of whole weights beside those at rest.
+
+        With one rank, weights at rest are whole, unless offloaded.
+        """
         if not self.stage.moves_weights or (self.layout.ranks == 1 and homes.weights is None):
             return 0.0
         window = self.live_window()
         kept = window.blocks * self.layout.replicas / self.layout.ranks if self.stage.keeps_inside_after_forward else 0
-        narrowest = 2  # bytes of a weight that travels otherwise
+        narrowest = 2  # bytes of a weight in a message that is not coded
         messages = 0.0 if self.coded is None else window.bytes * self.coded / narrowest
         return window.bytes + kept + messages
 
 
 @dataclass(frozen=True)
 class LiveWindow:
-    """What is whole at one moment of a pass, at most, in bytes; and the units that decide it.
+    """The most bytes of weights that are whole at one moment of a pass, and the units that decide it.
 
-    [Note: Live window] The root, the unit at work, and what is gathered ahead of it: up to the prefetch's elements, at
-    least one unit. Units that are kept until their backward (``stage3_reshard_after_forward: false``) are all at work.
+    [Note: Live window] The root, the unit at work, and the units gathered ahead of it: up to the prefetch's elements,
+    at least one unit. Units that are kept until their backward (``stage3_reshard_after_forward: false``) are all at
+    work.
 
-    root, blocks: of the root and of all units together · count: of units · number: of the largest unit, 0 where
-    there is none · largest, smallest: bytes of such a unit · work: of what is at work · ahead: of what is gathered
-    ahead
+    root, blocks: bytes of the root and of all units together · count: of units · number: of the largest unit, 0 if
+    there is none · largest, smallest: bytes of such a unit · work: bytes of the units at work · ahead: bytes that are
+    gathered ahead
     """
 
     root: int
@@ -214,28 +218,28 @@ class LiveWindow:
 
     @property
     def bytes(self) -> int:
-        """All of it."""
+        """The bytes of the live window."""
         return self.root + min(self.blocks, self.work + self.ahead)
 
     @property
     def whole(self) -> int:
-        """All weights."""
+        """The bytes of all weights."""
         return self.root + self.blocks
 
 
 def wire_of(rules: Rules, flat_buffer: FlatBufferLayout) -> torch.dtype:
-    """The dtype in which gradients of ``flat_buffer`` are sent."""
+    """Return the dtype that gradients of ``flat_buffer`` are sent as."""
     own: torch.dtype = getattr(torch, flat_buffer.dtype)
     return rules.wire or own
 
 
 def outside_bytes(partition: Partition, which: Precision) -> int:
-    """Bytes of the weights that get no place in a flat buffer, in the dtype that they have once they are placed."""
+    """Return the bytes of the weights outside of flat buffers, in the dtype that they have once they are placed."""
     return sum(p.numel() * dtype_of(p, which).itemsize for p in partition.outside)
 
 
 def tell_choice(tiers: Tiers, footprint: Footprint, homes: Homes) -> None:
-    """Log what ``"ratio": "auto"`` came to; nothing where the ratio was given."""
+    """Log the result of ``"ratio": "auto"``; nothing if the config has a number."""
     if tiers.chooses:
         _log.info(
             'offload_optimizer: "ratio": "auto" is %.4f, %d of %d buckets are away; the device needs at most %d bytes '
@@ -250,10 +254,10 @@ def tell_choice(tiers: Tiers, footprint: Footprint, homes: Homes) -> None:
 
 
 def tell_window(footprint: Footprint, partition: Partition, classes: Mapping[str, str]) -> None:
-    """Warn where stage 3 has more than half of the weights whole at one moment. classes: parameter name → module class.
+    """Warn if stage 3 has more than half of the weights whole at one moment. classes: parameter name → module class.
 
-    Not where weights are kept on purpose, nor where one rank holds all of them anyway, nor of a model so small that
-    nobody misses the bytes.
+    Does not warn if weights are kept on purpose, if one rank holds all of them anyway, or if the model is so small that
+    the bytes do not matter.
     """
     stage, window = footprint.stage, footprint.live_window()
     if not stage.reshards_after_forward or footprint.layout.ranks == 1 or 2 * window.bytes <= window.whole:

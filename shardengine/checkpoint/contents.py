@@ -81,7 +81,7 @@ def owned(core: Core, optimizer: ShardedOptimizer | None, *, own_buffers: bool) 
     number_of = {spec.name: number for number, spec in enumerate(core.layout.parameters)}
     for flat_buffer in core.layout.flat_buffers:
         for bucket in flat_buffer.buckets:
-            interval = bucket.interval(Placement.SHARDED, rank)
+            interval = bucket.interval_of_rank(Placement.SHARDED, rank)
             for name in bucket.names:
                 slices.setdefault(name, [])
             for piece in core.layout.pieces_within(bucket, interval):

@@ -17,8 +17,8 @@ failures         reports between ranks: failures, progress, departures
 positions        the position of each rank, and which of them wait for each other
 outside          the collectives that a rank waits in, outside of the engine
 breaking_off     ends the collectives in flight on all ranks, after a fault
-watcher          a thread that starts this while the host waits for its GPU
-watchdog         a long wait: which rank is missing, whether the wait can still end, and the error message
+nccl_watcher     a thread that looks after a host that waits for its GPU (NCCL), and its timeout
+watchdog         a long wait: which rank is missing, whether it can still end, the error message (timeouts: work)
 advice           remedies for the user if ranks do not make the same calls
 threads          threads that may stay inside of torch
 store_board      the texts of ranks in the process group's store

@@ -128,9 +128,12 @@ class Collectives:
 
         dtypes: the dtypes that its gradients travel in.
         """
-        self._transfers.clear()
         if self.mesh.replicas == 1 and any(self.nodes(dtype) > 1 for dtype in dtypes):
             self.mesh.make_node_groups()
+
+    def forget_transfers(self) -> None:
+        """Drop the compiled transfers: those of a layout that is gone keep it alive."""
+        self._transfers.clear()
 
     def move(
         self,

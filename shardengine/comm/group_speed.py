@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardengine.comm.collectives import Collectives, Named
+from shardengine.comm.collectives import Collectives
 from shardengine.comm.flight_recorder import Purpose
 from shardengine.comm.work import Work
 from shardengine.stages import Placement
@@ -27,6 +27,16 @@ TRIES = 6
 LEAST_LATENCY_S, LEAST_S_PER_BYTE = 1e-6, 1e-12
 """Lower limits: smaller results come from the clock's resolution or an interruption between the two sizes."""
 _WHAT = "measuring the group"
+
+
+class _Measured:
+    """The label of the measured collectives: one object, so that their transfers are compiled once, as in training."""
+
+    label = _WHAT
+    names: Sequence[str] = ()
+
+
+_LABEL = _Measured()
 
 
 class GroupSpeed(NamedTuple):
@@ -43,7 +53,7 @@ def measure_reduction(collectives: Collectives, dtype: torch.dtype) -> GroupSpee
     """Measure reductions of buckets whose gradients travel in ``dtype``; collective, for several ranks."""
 
     def reduce(full: Tensor) -> Work:
-        return collectives.move(full, Placement.PARTIAL, Placement.SHARDED, Named((), _WHAT), Purpose.CONTROL, _drop)
+        return collectives.move(full, Placement.PARTIAL, Placement.SHARDED, _LABEL, Purpose.CONTROL, _drop)
 
     return _measure(collectives, dtype, reduce)
 
@@ -52,7 +62,7 @@ def measure_gathers(collectives: Collectives, dtype: torch.dtype) -> GroupSpeed:
     """Measure gathers of weights in ``dtype``; collective, for several ranks."""
 
     def gather(full: Tensor) -> Work:
-        return collectives.move(full, Placement.SHARDED, Placement.REPLICATED, Named((), _WHAT), Purpose.CONTROL)
+        return collectives.move(full, Placement.SHARDED, Placement.REPLICATED, _LABEL, Purpose.CONTROL)
 
     return _measure(collectives, dtype, gather)
 

@@ -139,10 +139,10 @@ class Fabric:
 
 
 class Transfer:
-    """Moves one bucket from one placement to another. This one sends nothing: each rank has its part already."""
+    """Moves one bucket from one placement to another."""
 
     def __init__(self, what: CollectiveLabel) -> None:
-        self._what = what
+        self._what = what  # kept: its identity is the key by which ``Collectives`` finds the transfer
 
     def start(
         self,
@@ -151,7 +151,26 @@ class Transfer:
         options: TransferOptions = TransferOptions(),  # noqa: B008  (frozen)
     ) -> Work:
         """Begin; as ``Collectives.move``."""
+        raise NotImplementedError
+
+
+class NothingToSend(Transfer):
+    """Each rank has its part already."""
+
+    def start(
+        self,
+        full: Tensor,
+        on_complete: OnComplete | None = None,
+        options: TransferOptions = TransferOptions(),  # noqa: B008  (frozen)
+    ) -> Work:
+        """See ``Transfer``."""
+        _require_no_terms(self._what, on_complete)
         return Work()
+
+
+def _require_no_terms(what: CollectiveLabel, on_complete: OnComplete | None) -> None:
+    if on_complete is not None:
+        raise InternalError(f"{what.label}: only a reduce-scatter has terms, got a function that takes them")
 
 
 def compile_transfer(
@@ -163,7 +182,7 @@ def compile_transfer(
     """
     needed, along = operation(source, target), axes(source, target)
     if needed in (Operation.NOTHING, Operation.LOCAL_SLICE):
-        return Transfer(what)
+        return NothingToSend(what)
     if needed is Operation.ALL_GATHER:
         return AllGather(fabric, what, _present(fabric.mesh, along), purpose, like)
     if needed is Operation.REDUCE_SCATTER:
@@ -233,8 +252,7 @@ class AllGather(Transfer):
         options: TransferOptions = TransferOptions(),  # noqa: B008  (frozen)
     ) -> Work:
         """See ``Transfer``."""
-        if on_complete is not None:
-            raise InternalError(f"{self._what.label}: an all-gather has no terms, got a function that takes them")
+        _require_no_terms(self._what, on_complete)
         if not self._steps:
             return Work()
         if options.coding is not None:
@@ -365,6 +383,8 @@ class ReduceScatter(Transfer):
             raise InternalError(f"{self._what.label}: a reduce-scatter needs a function that takes its terms, got None")
         if self._groups:
             return self._start_two_steps(full, on_complete, options, self._groups)
+        if options.earlier is not None and (self._line is None or not self._nodes or options.coding is not None):
+            raise InternalError(f"{self._what.label}: earlier micro-batches can only join a reduction in two steps")
         if self._line is None:
             return Work(on_complete=lambda: on_complete([full]))
         if self._nodes and options.coding is None:

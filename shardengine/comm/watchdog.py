@@ -91,7 +91,7 @@ class Watchdog:
             return diagnosis
         return f"{diagnosis}. {_cure_alone(self._failures.placed(self._waiting), left=False)}"
 
-    def look(self) -> None:
+    def raise_if_in_vain(self) -> None:
         """Raise, between two slices, if a report of another rank means that the wait is in vain.
 
         ``CommunicationError``: it raised, gave up or has left. ``MismatchError``: ranks wait for each other, or did

@@ -21,15 +21,16 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from shardengine.comm.failures import Failures
 from shardengine.comm.flight_recorder import Collective, CollectiveRecord, FlightRecorder, Purpose
 from shardengine.comm.group_kind import GroupName
 from shardengine.comm.mesh import Mesh
+from shardengine.comm.nccl_watcher import Watcher
 from shardengine.comm.watchdog import NOBODY_MISSING, Watchdog
-from shardengine.comm.watcher import Watcher
-from shardengine.errors import CommunicationError, InternalError, MismatchError
+from shardengine.errors import CommunicationError, InternalError, MismatchError, ShardEngineError
 from shardengine.offload import CopyStream
 from shardengine.trace import COMMUNICATION, HostMoment, Moment, Trace, now
 
@@ -88,9 +89,9 @@ class Work:
         if self._works:
             self._wait_for(self._works)
             self._works = ()
-        follow, self._follow = self._follow, None
-        if follow is not None:
-            later = follow()
+        if self._follow is not None:
+            later = self._follow()  # if it raises, the next wait does so as well
+            self._follow = None
             self._works, self._wait_for, self._on_complete = later._works, later._wait_for, later._on_complete
 
     def wait(self) -> None:
@@ -183,6 +184,8 @@ class CollectiveLedger:
         start = self._moment(record) if self.trace.recording else None
         try:
             works = call()
+        except (ShardEngineError, torch.OutOfMemoryError):  # of the call's own work: it says more
+            raise
         except RuntimeError as error:
             raise CommunicationError(
                 f"{record.describe(self.mesh.rank)} failed: {error}", code="collective-failed"
@@ -330,7 +333,7 @@ def _wait_under_watchdog(
     watchdog = Watchdog(failures, record.waiting(rank), lasted=0.0 if work.is_completed() else _SLICE.total_seconds())
     try:
         while not work.is_completed():
-            watchdog.look()
+            watchdog.raise_if_in_vain()
             if watchdog.overdue:
                 raise CommunicationError(
                     f"{record.describe(rank)}{watchdog.in_call} did not end within {failures.mesh.timeout_s:g} s. "

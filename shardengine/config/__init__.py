@@ -1,12 +1,12 @@
-"""The JSON config: what a user may write, checked, with the reason for every refusal.
+"""The JSON config: the keys that a user may write, checked, with the reason for every rejection.
 
 load          Config and load_config
 schema        every key, on the dataclass field that holds its value
 reader        a JSON tree to checked values, all problems at once
-checks        what keys say together
+conflicts     combinations of keys that are rejected
 json_schema   the JSON Schema of a file
 kinds         kinds of values and tables of them: parse, describe, nearest name
-foreign       what other engines' files say: old names, keys that are refused or mean nothing here
+foreign       keys of other engines' files: old names, keys that are rejected or have no effect
 
 Must not know: torch, devices, process groups; the number of ranks comes in as an integer.
 """

@@ -1,6 +1,6 @@
-"""What other engines' files say: keys that this one has not, each with the reason, and other names of those it has.
+"""Keys of other engines' files: keys that this engine lacks, each with the reason, and other names of keys that it has.
 
-Owns: the sentences, old names, what Hugging Face's Trainer fills in. Must not know: what keys of ours hold.
+Owns: the sentences, old names, the values that Hugging Face's Trainer fills in. Must not know: the values of our keys.
 
 A row of `REFUSED` is (the values that mean "off", the reason and what to do instead); null, false, {} and an object
 whose "enabled" is false are always off. A row of `NO_EFFECT` is the reason alone. A name whose value is an object
@@ -214,10 +214,10 @@ OPTIMIZER_NO_EFFECT: dict[str, str] = dict.fromkeys(
     ("torch_adam", "foreach", "fused", "capturable", "set_grad_none"),
     "the engine chooses how a step is computed; its results are the same",
 )
-"""Hyper-parameters that are accepted at any optimizer and do nothing -> why."""
+"""Hyper-parameters that every optimizer accepts and ignores -> the reason."""
 
 _BY_CLASS = ("Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
-"""Of torch.optim, stepped by their own class."""
+"""Optimizers of torch.optim that are stepped by their own class."""
 
 OPTIMIZER_FIXED: dict[str, tuple[bool | float, tuple[str, ...], str]] = {
     "fp32_optimizer_states": (
@@ -233,7 +233,7 @@ OPTIMIZER_FIXED: dict[str, tuple[bool | float, tuple[str, ...], str]] = {
     "bias_correction": (True, ("AdamW", "Adam"), "moments are always bias-corrected"),
     "differentiable": (False, ("AdamW", "Adam", "SGD", *_BY_CLASS), "the step writes in place"),
 }
-"""Hyper-parameters with one supported value -> (that value, the optimizers that have it, why)."""
+"""Hyper-parameters with one supported value -> (that value, the optimizers that have it, the reason)."""
 
 OPTIMIZERS_REFUSED: dict[str, str] = {
     **dict.fromkeys(("Shampoo", "SOAP"), "it needs the rows and columns of full matrices"),
@@ -242,7 +242,7 @@ OPTIMIZERS_REFUSED: dict[str, str] = {
     "SparseAdam": "it needs sparse gradients, and gradients are dense when they are stepped",
     **dict.fromkeys(("OneBitAdam", "ZeroOneAdam", "OneBitLamb"), "it compresses its own communication"),
 }
-"""Optimizers that cannot be stepped slice by slice -> why."""
+"""Optimizers that cannot be stepped slice by slice -> the reason."""
 
 _SAVE_16BIT = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 ALIASES: dict[str, str] = {
@@ -275,7 +275,7 @@ ALIASES: dict[str, str] = {
 }
 """Old or other dotted name -> current dotted name."""
 ALIAS_NEEDS: dict[str, str] = {"bf16.check_grad_overflow": "bf16.enabled"}
-"""Such a name -> the key without which it means nothing."""
+"""Such a name -> the key that must be true for it to have an effect."""
 
 
 def _device(value: Any) -> Any:
@@ -288,7 +288,7 @@ ALIAS_VALUES: dict[str, Callable[[Any], Any]] = {
     "bf16.check_grad_overflow": lambda value: ("step", "skip")[value] if isinstance(value, bool) else value,
     "bf16.bf16_master_weights_and_grads": lambda value: not value if isinstance(value, bool) else value,
 }
-"""Such a name -> how its value is written under the current one; the others' values are the same."""
+"""Such a name -> the conversion of its value to the current name's; values of other names are the same."""
 
 ONLY_CALLER: frozenset[str] = frozenset(
     (
@@ -296,7 +296,7 @@ ONLY_CALLER: frozenset[str] = frozenset(
         *("scheduler.params.warmup_num_steps", "scheduler.params.total_num_steps"),
     )
 )
-"""Keys whose "auto" nothing here can replace; every other key takes its default, batch sizes follow from each other."""
+"""Keys whose "auto" nothing here can replace. Any other key takes its default; batch sizes follow from each other."""
 
 FILLED_FROM: dict[str, str] = {
     "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
@@ -312,13 +312,14 @@ FILLED_FROM: dict[str, str] = {
     "scheduler.params.warmup_num_steps": "warmup_steps",
     "scheduler.params.total_num_steps": "max_steps",
 }
-"""Key -> the training argument from which Hugging Face's Trainer fills its "auto"."""
+"""Key -> the training argument that Hugging Face's Trainer replaces its "auto" with."""
 
 
 def is_off(value: Any) -> bool:
-    """Whether ``value``, of a feature of other engines, leaves it off.
+    """Return whether ``value`` leaves a feature of other engines switched off.
 
-    Null, false, {}, "auto"; an object whose "enabled" is false, or that holds objects with "enabled" and all are off.
+    Null, false, {} and "auto" do; so does an object whose "enabled" is false, or one that holds objects with "enabled"
+    that are all off.
     """
     if isinstance(value, Mapping):
         return not value or _switches(value) == {False}

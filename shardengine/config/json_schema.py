@@ -1,4 +1,4 @@
-"""The JSON Schema of a config file. Owns: how keys and sections are written in it.
+"""The JSON Schema of a config file. Owns: the form of keys and sections in it.
 
 Must not know: how a file is checked.
 """
@@ -16,7 +16,7 @@ from shardengine.config.schema import KEYS, OPTIMIZERS, TRIPLE, Key, Status
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema (draft 2020-12) of a config file, made from the same table that files are checked with.
 
-    It describes shapes and ranges. Cross-checks, and which features are not available yet, are in `load_config` only.
+    It describes shapes and ranges. Only `load_config` checks conflicts between keys, and which features are available.
     """
     root: dict[str, Any] = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -53,7 +53,7 @@ def _object_schema(*, optional: bool) -> dict[str, Any]:
 
 
 def _section_schema(root: dict[str, Any], name: str) -> dict[str, Any]:
-    """The properties of the section that holds ``name``; made where missing."""
+    """Return the properties of the section that holds ``name``; it is made if it is missing."""
     properties: dict[str, Any] = root["properties"]
     for part in name.split(".")[:-1]:
         properties = properties.setdefault(part, _object_schema(optional=True))["properties"]

@@ -1,5 +1,7 @@
-"""Kinds of config values. Owns: what an integer, a number, a dtype name … is, how it is parsed, described, kept
-and put into JSON Schema, and the search for the nearest valid name. It must not know any key, torch or files.
+"""Kinds of config values.
+
+Owns: how an integer, a number, a dtype name … is parsed, described, kept and put into JSON Schema, and the search for
+the nearest valid name. It must not know any key, torch or files.
 """
 
 from __future__ import annotations
@@ -13,19 +15,19 @@ from typing import Any
 
 JsonSchema = dict[str, Any]
 REMARKS = ("_", "//", "#", "$", "comment")
-"""How a key begins that is none, but a remark."""
+"""The prefixes of a key that is only a remark."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a value may be. ``words`` follow "expected"; ``convert`` returns the value as it is kept, or ValueError."""
+    """A kind of value. ``words`` follow "expected"; ``convert`` returns the value to keep, or raises ValueError."""
 
     words: str
     schema: JsonSchema
     convert: Callable[[Any], Any]
 
     def parse(self, value: Any) -> Any:
-        """``value`` as it is kept. ValueError says what was expected and what came."""
+        """Return the value to keep. Raises ValueError, which names the expected and the given value."""
         try:
             return self.convert(value)
         except ValueError:
@@ -42,7 +44,7 @@ def check_table(
     problem: Callable[[str, str], None],
     other: Callable[[str, Any], None] = lambda name, value: None,
 ) -> dict[str, Any]:
-    """Every parameter of ``table``: its value in ``given``, or its default.
+    """Return every parameter of ``table``: its value in ``given``, or its default.
 
     ``problem(name, text)`` is called for a wrong value, ``other(name, value)`` for a name that is not in the table, in
     the order of ``given``.
@@ -60,7 +62,7 @@ def check_table(
 
 
 def describe(value: object) -> str:
-    """Name a JSON value for "…, got X": its type and, where short, the value itself."""
+    """Name a JSON value for "…, got X": its type and, if it is short, the value itself."""
     if isinstance(value, Mapping):
         return "an object"
     if isinstance(value, (list, tuple)):
@@ -88,7 +90,7 @@ def plain(value: Any) -> Any:
 
 
 class FrozenMapping(Mapping[str, Any]):
-    """A read-only mapping whose values are frozen too: objects become FrozenMapping, lists become tuples."""
+    """A read-only mapping whose values are frozen as well: objects become FrozenMapping, lists become tuples."""
 
     __slots__ = ("_items",)
 
@@ -112,7 +114,7 @@ class FrozenMapping(Mapping[str, Any]):
 
 
 def frozen(value: Any) -> Any:
-    """``value`` from JSON, all the way down: objects become FrozenMapping, lists tuples."""
+    """Return a value from JSON, frozen all the way down: objects become FrozenMapping, lists tuples."""
     if isinstance(value, Mapping):
         return value if isinstance(value, FrozenMapping) else FrozenMapping(value)
     return tuple(map(frozen, value)) if isinstance(value, (list, tuple)) else value
@@ -178,7 +180,7 @@ def spelled(spellings: Mapping[str, tuple[str, ...]]) -> Kind:
 
 
 def optional(kind: Kind, meaning: str) -> Kind:
-    """``kind`` or null; ``meaning`` says what null stands for."""
+    """``kind`` or null; ``meaning`` describes null."""
     return Kind(
         f"{kind.words}, or null ({meaning})",
         {"anyOf": [kind.schema, {"type": "null"}]},
@@ -187,7 +189,7 @@ def optional(kind: Kind, meaning: str) -> Kind:
 
 
 def name(meaning: str) -> Kind:
-    """A string, or null; an empty one is null, too. ``meaning`` says what null stands for."""
+    """A string, or null; an empty string becomes null. ``meaning`` describes null."""
 
     def parse(value: Any) -> str | None:
         if value is not None and not isinstance(value, str):

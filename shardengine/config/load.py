@@ -1,8 +1,9 @@
 """From a file to a `Config`. Owns: the whole config, its batch sizes for a number of ranks, and the way back to JSON.
 
 Strict: an unknown key is an error that names the nearest valid one, and every problem of a file is reported in one
-ConfigError. The keys are fields in `config/schema.py`, read by `config/reader.py`, compared by `config/checks.py`. It
-must not know torch, devices, groups or any runtime object; the number of ranks comes in as an integer.
+ConfigError. The keys are fields in `config/schema.py`, read by `config/reader.py`, and compared by
+`config/conflicts.py`. It must not know torch, devices, groups or any runtime object; the number of ranks comes in as an
+integer.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardengine.config.checks import EQUATION, MISSING_TRIPLE, check_together
+from shardengine.config.conflicts import EQUATION, MISSING_TRIPLE, check_together
 from shardengine.config.kinds import FrozenMapping, describe, frozen, plain
 from shardengine.config.reader import Reader, Source, read_json
 from shardengine.config.schema import KEYS, SECTION_TYPES, STAGES, TRIPLE, Status, TopLevel
@@ -24,10 +25,10 @@ from shardengine.errors import ConfigError, UsageError
 
 @dataclass(frozen=True)
 class Config(TopLevel):
-    """Everything that a config file says.
+    """The whole content of a config file.
 
-    ``sources`` says for each dotted key where its value came from; ``notices`` are sentences to print once on rank 0.
-    Neither takes part in comparisons.
+    ``sources`` has the origin of each value, by dotted key; ``notices`` are sentences to print once on rank 0. Neither
+    takes part in comparisons.
     """
 
     sources: Mapping[str, Source] = field(default_factory=FrozenMapping, compare=False)
@@ -77,8 +78,9 @@ class Config(TopLevel):
         )
 
     def with_batch(self, world_size: int, *, total: int | None = None, micro: int | None = None) -> Config:
-        """Return a copy for other batches. total: samples per step, the micro-batches stay as large as they are; micro:
-        samples of one, there are as many of them. ``ConfigError`` as in ``resolve_batch``.
+        """Return a copy for other batch sizes. Raises ConfigError as ``resolve_batch`` does.
+
+        total: samples per step; the size of micro-batches stays · micro: samples per micro-batch; their number stays.
         """
         each = self.train_micro_batch_size_per_gpu if micro is None else micro
         steps = self.gradient_accumulation_steps if total is None else None
@@ -111,11 +113,10 @@ NOT_CLIPPED = "gradients are not clipped, because gradient_clipping is not in th
 
 
 def load_config(source: Mapping[str, Any] | str | Path | Config, auto: Mapping[str, Any] | None = None) -> Config:
-    """Read and check a config: a path to JSON, a mapping (left as it is) or a Config (returned as it is).
+    """Read and check a config: a path to JSON, a mapping (not changed) or a Config (returned as it is).
 
-    auto: dotted name → the value that counts where the config says "auto", for example
-    ``{"train_micro_batch_size_per_gpu": 4, "optimizer.params.lr": 1e-4}``; what the config sets itself stays.
-    Raises ConfigError with every problem found.
+    auto: dotted name → the value to use if the config says "auto"; values that the config sets itself stay. For example
+    ``{"train_micro_batch_size_per_gpu": 4, "optimizer.params.lr": 1e-4}``. Raises ConfigError with every problem found.
     """
     if isinstance(source, Config):
         return source
@@ -127,7 +128,7 @@ def load_config(source: Mapping[str, Any] | str | Path | Config, auto: Mapping[s
 
 
 def fitting_ranks(total: int, each: int) -> list[int]:
-    """The numbers of ranks over which a global batch of ``total`` samples divides, in portions of ``each``."""
+    """Return the numbers of ranks that divide a global batch of ``total`` samples into portions of ``each``."""
     if total % each:
         return []
     portions = total // each
@@ -139,14 +140,16 @@ STAGE, MICRO = "zero_optimization.stage", "train_micro_batch_size_per_gpu"
 
 
 def whole_number(value: Any) -> int | None:
-    """``value`` as a size is read, also from 4.0; None for anything else."""
+    """Return ``value`` as a size, also from 4.0; None for anything else."""
     is_whole = isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1
     return int(value) if is_whole else None
 
 
 def undecided(source: Mapping[str, Any] | str | Path | Config) -> frozenset[str]:
-    """Those of ``STAGE`` and ``MICRO`` that ``source`` leaves to a plan: they are "auto", and the micro-batch does not
-    follow from the two other sizes. Of what cannot be read, nothing."""
+    """Return those of ``STAGE`` and ``MICRO`` that ``source`` leaves to a plan; none if it cannot be read.
+
+    Such a key is "auto", and the micro-batch does not follow from the two other sizes.
+    """
     if isinstance(source, Config) or not isinstance(source, (str, Path, Mapping)):
         return frozenset()
     try:
@@ -162,8 +165,10 @@ def undecided(source: Mapping[str, Any] | str | Path | Config) -> frozenset[str]
 def provisional(
     source: Mapping[str, Any] | str | Path | Config, auto: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """``auto``, and values with which ``source`` can be read before a plan has decided: the first stage that goes with
-    the rest, and micro-batches of one sample."""
+    """Return ``auto`` with values to read ``source`` with before a plan has decided.
+
+    These are the first stage that goes with the other keys, and micro-batches of one sample.
+    """
     auto, names = dict(auto or {}), undecided(source)
     sizes = {MICRO: 1} if MICRO in names else {}
     for stage in STAGES if STAGE in names else ():
@@ -171,12 +176,14 @@ def provisional(
         with suppress(ConfigError):
             load_config(source, found)
             return found
-    return {**auto, **sizes, **({STAGE: STAGES[-1]} if STAGE in names else {})}  # what is wrong is something else
+    return {**auto, **sizes, **({STAGE: STAGES[-1]} if STAGE in names else {})}  # another key is wrong
 
 
 def load_or_default(config: Any, auto: Mapping[str, Any] | None = None) -> Config:
-    """As ``load_config`` before a plan has decided what is "auto"; the defaults where the config is wrong, which is
-    said a moment later on every rank."""
+    """Return the config before a plan has decided values that are "auto"; the default Config if the config is wrong.
+
+    Every rank reports the errors of a wrong config a moment later.
+    """
     try:
         return load_config(config, provisional(config, auto))
     except ConfigError:
@@ -200,7 +207,10 @@ def _build(tree: dict[str, Any], source: str, auto: Mapping[str, Any] | None = N
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by dotted name as the fields of the top level: an object of its class for each section that has any."""
+    """Return values by dotted name as the fields of the top level, each section as an object of its class.
+
+    A section without values is left out.
+    """
     sections: dict[str, dict[str, Any]] = {name: {} for name in SECTION_TYPES}
     for name, value in values.items():
         section, _, leaf = name.rpartition(".")

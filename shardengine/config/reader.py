@@ -2,16 +2,16 @@
 
 A `Reader` takes one tree through these passes and collects everything that is wrong instead of stopping at the first:
 
-    scan     remarks are dropped; what no key can hold: duplicates, NaN, values that are not JSON
+    scan     drop remarks; report values that no key can have: duplicates, NaN, values that are not JSON
     rename   old names move to the current ones; messages keep the name that was written
     visit    every key is looked up in `schema.KEYS`, parsed by its kind and treated by its status
     named    optimizer and scheduler: the type and its parameters
 
-[Note: "auto"] What stands in the place of "auto": the value that the caller gives for it; otherwise the default, with a
-notice; a problem where only the caller can know (`foreign.ONLY_CALLER`). Batch sizes follow from each other.
+[Note: "auto"] "auto" is replaced by the value that the caller passes for it; otherwise by the default, with a notice.
+It is a problem if only the caller can know the value (`foreign.ONLY_CALLER`). Batch sizes follow from each other.
 
-[Note: One mistake, one problem] What a key should say is unknown once it could not be read, and where an unknown key
-most likely means it. No other check looks at such a key (`Reader.usable`): what it found would be a consequence.
+[Note: One mistake, one problem] The value of a key is unknown if it could not be read, or if an unknown key most likely
+means it. No other check looks at such a key (`Reader.usable`): its finding would be a consequence.
 
 It must not know the objects that `config/load.py` builds from the result.
 """
@@ -52,13 +52,13 @@ from shardengine.config.schema import KEYS, OPTIMIZERS, SECTIONS, TRIPLE, Key, S
 from shardengine.errors import ConfigError
 
 Source = Literal["file", "default", "auto", "derived"]
-"""Where a value came from. "auto": the file says "auto" and the caller gave the value."""
+"""The origin of a value. "auto": the file says "auto" and the caller gave the value."""
 
 _AUTOMATIC = (UNITS, PART, COUNT_OR_AUTO, SIZE_OR_AUTO)
-"""Kinds of which "auto" is a value."""
+"""Kinds that have "auto" among their values."""
 
 NO_EFFECT_BECAUSE, READ_AS = " has no effect, because ", " is read as "
-"""What stands in a notice between the key and the reason, and between its two names."""
+"""The words in a notice between the key and the reason, and between its two names."""
 
 _ABSENT: Any = object()
 _TWICE = "the key is written more than once; keep one"
@@ -69,7 +69,7 @@ _NEVER_FALSE = frozenset({"zero_optimization", "optimizer", "scheduler"})
 
 
 def is_comment(name: str) -> bool:
-    """Whether ``name`` is no key but a remark."""
+    """Return whether ``name`` is no key but a remark."""
     return name.startswith(REMARKS)
 
 
@@ -83,7 +83,7 @@ class JsonObject(dict[str, Any]):
 
 
 class ConfigTree(dict[str, Any]):
-    """A config as a mapping that knows where it is from: errors begin with ``where``."""
+    """A config as a mapping that knows its origin: errors begin with ``where``."""
 
     def __init__(self, tree: Mapping[str, Any], where: str) -> None:
         super().__init__(tree)
@@ -91,7 +91,7 @@ class ConfigTree(dict[str, Any]):
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Parse a file into objects that know their duplicate keys. ConfigError names the path, line and column."""
+    """Parse a file into objects that know their duplicate keys. Raises ConfigError with the path, line and column."""
     try:
         tree = json.loads(path.read_bytes().decode("utf-8-sig"), object_pairs_hook=JsonObject)
     except OSError as error:
@@ -108,8 +108,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_tree(path: Path) -> dict[str, Any]:
-    """As ``read_json``, for who changes what a file says before it is loaded: ConfigError for keys in it that are
-    written more than once, too, which plain objects do not know."""
+    """Parse a file, for callers who change its content before it is loaded.
+
+    Raises ConfigError as ``read_json`` does, and for keys that are written more than once, which plain objects lose.
+    """
     tree = read_json(path)
     if problems := [f"{name}: {_TWICE}" for name in _written_twice(tree, "")]:
         raise ConfigError(problems, str(path))
@@ -134,7 +136,7 @@ class Reader:
     """
 
     def __init__(self, auto: Mapping[str, Any] | None = None) -> None:
-        """auto: dotted name → the value that counts where the file says "auto"."""
+        """auto: dotted name → the value to use if the file says "auto"."""
         self._auto = dict(auto or {})
         self.automatic: set[str] = set()
         self.problems: list[str] = []
@@ -146,7 +148,7 @@ class Reader:
         self.present: frozenset[str] = frozenset()
 
     def read(self, tree: dict[str, Any]) -> None:
-        """Check ``tree`` (changed in place) and fill ``values`` and ``sources`` with what is written in it."""
+        """Check ``tree`` (changed in place) and fill ``values`` and ``sources`` with its content."""
         for name in self._auto:
             if name not in KEYS and name.rpartition(".")[0] not in ("optimizer.params", "scheduler.params"):
                 params = {param: f"optimizer.params.{param}" for table in OPTIMIZERS.values() for param in table}
@@ -170,19 +172,19 @@ class Reader:
                 self.values[f"{section}.type"], self.values[f"{section}.params"] = found
 
     def problem(self, name: str, text: str) -> None:
-        """Note that the key ``name`` (dotted) cannot be used; ``text`` says what was expected and what came."""
+        """Note that the key ``name`` (dotted) cannot be used. text: the expected and the given value."""
         self._failed.add(_current(name))
         self.problems.append(f"{self._place(name)}: {text}")
 
     def usable(self, *names: str) -> bool:
-        """Whether each key has the value that the file says, or its default because the file says nothing of it.
+        """Return whether each key has the value of the file, or its default because the file does not have it.
 
-        What is wrong with the others is a problem already ([Note: One mistake, one problem]).
+        For other keys a problem is noted already ([Note: One mistake, one problem]).
         """
         return not any(name == failed or name.startswith(f"{failed}.") for name in names for failed in self._failed)
 
     def _unknown(self, name: str, close: str, text: str) -> None:
-        """Note that the key ``name`` is unknown; ``close`` is what it most likely means."""
+        """Note that the key ``name`` is unknown; ``close`` is the key that it most likely means."""
         self.problem(name, text)
         self._failed.add(_current(close))
 
@@ -193,9 +195,10 @@ class Reader:
         return name or "the top level"
 
     def _scan(self, node: Any, path: str, *, opaque: bool = False) -> bool:
-        """Drop remarks; report and drop what no key can hold: duplicates, numbers that are not finite, foreign types.
+        """Drop remarks, report and drop values that no key can have, and return whether ``node`` can be kept.
 
-        opaque: inside of what has no effect or is refused, whatever it holds.
+        Such values are duplicates, numbers that are not finite, and foreign types. opaque: inside of a key that has no
+        effect or is rejected, whatever it holds.
         """
         known = KEYS.get(ALIASES.get(path, path))
         opaque |= known is not None and known.status in _OPAQUE
@@ -225,7 +228,10 @@ class Reader:
         return False
 
     def _nest(self, tree: dict[str, Any]) -> None:
-        """Move values from dotted names on the top level to where they belong, in place; what is there counts."""
+        """Move values with dotted names on the top level into their sections, in place.
+
+        A value that is already there wins.
+        """
         for name in [name for name in tree if name.rpartition(".")[0] in SECTIONS]:
             value, holder = tree.pop(name), tree
             *sections, leaf = name.split(".")
@@ -240,8 +246,10 @@ class Reader:
                 holder[leaf] = value
 
     def _automatic(self, name: str, default: str) -> Any:
-        """What the caller gives for ``name``, which is "auto" in the file; otherwise _ABSENT, with a notice that the
-        ``default`` counts, or a problem. See [Note: "auto"]."""
+        """Return the caller's value for ``name``, which is "auto" in the file ([Note: "auto"]).
+
+        Otherwise returns _ABSENT, with a notice that the ``default`` is used, or with a problem.
+        """
         self.automatic.add(name)
         argument = FILLED_FROM.get(name)
         trainer = f", which Hugging Face's Trainer fills from its argument {argument}" if argument else ""
@@ -340,11 +348,11 @@ class Reader:
             self.later(key.name, json.dumps(key.default))
 
     def later(self, name: str, off: str) -> None:
-        """Note that what ``name`` switches on does not exist yet; off: the value that switches it off."""
+        """Note that the feature of ``name`` does not exist yet. off: the value that switches it off."""
         self.problem(name, f"not available yet in this version; switch it off ({off}) or leave it out")
 
     def _named(self, section: str, example: str) -> tuple[str, dict[str, Any]] | None:
-        """Take the type and the unchecked params of "optimizer" or "scheduler"; None where there is no usable one."""
+        """Take the type and the unchecked params of "optimizer" or "scheduler"; None if there is no usable one."""
         self.sources.pop(f"{section}.params", None)
         params: dict[str, Any] = self.values.pop(f"{section}.params", {})
         name: str | None = self.values.pop(f"{section}.type", None)
@@ -356,7 +364,7 @@ class Reader:
         return None
 
     def _fill(self, section: str, params: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-        """``params`` with what stands in the place of "auto". defaults: what is known of them."""
+        """Return ``params`` with "auto" replaced. defaults: the known defaults of parameters."""
         filled = {}
         for param, value in params.items():
             dotted = f"{section}.params.{param}"
@@ -371,7 +379,7 @@ class Reader:
         return filled
 
     def _optimizer(self) -> tuple[str, dict[str, Any]] | None:
-        """Take the optimizer as (normalised type, every hyper-parameter of it); None where there is no usable one."""
+        """Take the optimizer as (normalised type, all its hyper-parameters); None if there is no usable one."""
         read = self._named("optimizer", "AdamW")
         if read is None:
             return None
@@ -415,7 +423,7 @@ class Reader:
         return name, params
 
     def _not_in_table(self, name: str, param: str, value: Any) -> None:
-        """Answer for a hyper-parameter that the optimizer ``name`` does not have: no effect, one value, or unknown."""
+        """Report a hyper-parameter that optimizer ``name`` lacks: no effect, one allowed value, or unknown."""
         dotted = f"optimizer.params.{param}"
         self.sources.pop(dotted, None)
         fixed, owners, why = OPTIMIZER_FIXED.get(param, (None, (), ""))
@@ -446,7 +454,7 @@ class Reader:
 
 
 def _current(name: str) -> str:
-    """``name``, or where it or its section has an old name, the current one."""
+    """Return ``name``, or its current name if it or its section has an old one."""
     for old, new in ALIASES.items():
         if name == old or name.startswith(f"{old}."):
             return new + name[len(old) :]
@@ -458,7 +466,7 @@ def _give(name: str) -> str:
 
 
 def _nearest_key(section: str, name: str) -> str:
-    """The most similar key of the section, or the key of the same name in another section."""
+    """Return the most similar key of the section, or the key of the same name in another section."""
     places = [key.rpartition(".") for key in (*KEYS, *SECTIONS)]
     elsewhere = [join(holder, leaf) for holder, _, leaf in places if leaf == name]
     beside = [key for key in (*KEYS, *SECTIONS, *ALIASES) if key.rpartition(".")[0] == section]

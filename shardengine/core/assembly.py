@@ -548,13 +548,17 @@ def _attach(core: Core, model: nn.Module, units: list[tuple[str, nn.Module]]) ->
     modules = {module: index for index, (_, module) in enumerate(units, start=1)}
     trainable = {i: p for i, p in enumerate(core.partition.inside) if core.layout.parameters[i].trainable}
     names = [spec.name for spec in core.layout.parameters]
-    gradients = GradientHooks(core.schedule, trainable, names, core.mesh.rank, core.collectives.failures.report_outside)
+
+    def report(error: BaseException, what: str) -> None:
+        core.collectives.failures.report_outside(error, what)  # those of today's groups: reset() makes new ones
+
+    gradients = GradientHooks(core.schedule, trainable, names, core.mesh.rank, report)
     core.schedule.call_when_complete(gradients.run)
     core.attachments.handles.append(gradients)
     if (dtype := core.precision.inputs) is not None:
         core.attachments.handles.extend(hooks.attach_input_cast(model, dtype, core.mesh.platform.autocast_type))
     if not core.stage.moves_weights:
-        core.attachments.handles.extend(hooks.attach_forward_events(core.schedule, model))
+        core.attachments.handles.extend(hooks.attach_root_events(core.schedule, model))
         if core.deferred_gather is not None:
             core.attachments.handles.extend(hooks.attach_deferred_gather(core.deferred_gather, model, modules))
         return
@@ -564,7 +568,7 @@ def _attach(core: Core, model: nn.Module, units: list[tuple[str, nn.Module]]) ->
     for module, index in modules.items():
         if is_lookup(module):
             core.schedule.read_in_forward_only(index)
-    core.attachments.handles.extend(hooks.attach_weights(core.schedule, model, modules))
+    core.attachments.handles.extend(hooks.attach_unit_events(core.schedule, model, modules))
     _watch(core, model, modules)
     _attach_state_dicts(core, model)
 

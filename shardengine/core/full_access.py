@@ -429,7 +429,7 @@ def _take_over(what: str, now: Any, tensor: Tensor | None) -> None:
         return
     if tensor is None:
         raise UsageError(
-            f"{what}: no rank has one, so that the step leaves the parameter alone; expected None to stay",
+            f"{what}: this parameter has no gradient on any rank and is not stepped; leave it None",
             code="full-grads-none-replaced",
         )
     if not isinstance(now, Tensor) or now.shape != tensor.shape:

@@ -29,7 +29,7 @@ def gathered(
     """
     plan, layout = core.layout, bucket.layout
     if layout.sizes[placement] == layout.length:
-        found = slices_of(plan, layout, layout.interval(placement, bucket.rank), tensors)
+        found = slices_of(plan, layout, layout.interval_of_rank(placement, bucket.rank), tensors)
         yield (part._replace(values=part.values.to(dtype)) for part in found)
         return
     count = next(iter(tensors.values())).numel()
@@ -40,7 +40,7 @@ def gathered(
     )  # as long as the step's buffers; one of another length would stay in the pool forever
     full = core.pool.acquire(length, dtype) if lent else bucket.full.new_empty(length, dtype=dtype)
     slices = full.view(holders, len(tensors), count)
-    for own, tensor in zip(slices[layout.slice_number(placement, bucket.rank)], tensors.values(), strict=True):
+    for own, tensor in zip(slices[layout.slice_number_of_rank(placement, bucket.rank)], tensors.values(), strict=True):
         own.copy_(tensor)
     core.collectives.move(full, placement, Placement.REPLICATED, layout, purpose).wait()
     try:

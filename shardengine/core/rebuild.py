@@ -312,6 +312,7 @@ def _carry_out(core: Core, model: nn.Module, config: Config, planned: _Planned, 
             {spec.name for spec in core.layout.parameters if spec.is_stepped},
         )
         units = [_move(core, unit, planned, optimizer, past) for unit in core.units]
+    core.collectives.forget_transfers()
     core.tiers.free_reserved()
     counts = zip(core.layout.parameters, optimizer.steps, strict=True)
     steps = {spec.name: count for spec, count in counts if spec.is_stepped}

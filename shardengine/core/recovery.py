@@ -260,9 +260,9 @@ def reset(core: Core, optimizer: ShardedOptimizer | None, steps: int) -> Return:
     problem = ""
     if stuck:
         problem = (
-            f"reset() cannot bring all ranks to one step: some weights have taken step {target}, but ranks {stuck} "
-            "cannot finish it (stopped inside of an update, or before they knew the norm). Call "
-            "engine.load_checkpoint() on every rank"
+            f"reset() cannot recover: step {target} was applied to some weights, and ranks {stuck} cannot finish it "
+            "(they stopped during the update, or before they knew the norm). Call engine.load_checkpoint() on every "
+            "rank"
         )
     hook = _hook_out_of_step([place["hook"] for place in places], core)
     if hook:

@@ -94,9 +94,10 @@ class EarlyUse:
         self._predictable = not (late or again)
         if late and self._step_state.must_be_stepped:
             raise UsageError(
-                "a parameter got a second gradient in one backward, for the first time in this run, and "
-                "offload_optimizer.step_in_backward may have stepped with what came before: expected a module that is "
-                "called twice under re-entrant checkpointing to be so from the first step on. Set that key to false, "
-                "and call engine.reset() on every rank, which says whether a checkpoint must be loaded",
+                "a parameter received two gradients in one backward for the first time, after "
+                "offload_optimizer.step_in_backward may have applied the first one: modules that run twice under "
+                "re-entrant checkpointing must do so from the first step. Set that key to false, and call "
+                "engine.reset() "
+                "on every rank, which says whether a checkpoint must be loaded",
                 code="step-in-backward-late-gradient",
             )

@@ -184,8 +184,7 @@ class LocalSum:
                 name = self._layout.parameters[parameter].name
                 raise UsageError(
                     f"the gradient of {name!r} was changed in place after the engine took it (rank "
-                    f"{self._bucket.rank}): expected a hook to copy what it keeps, gradient.clone(), before it "
-                    "changes it",
+                    f"{self._bucket.rank}): a hook must clone what it changes or keeps, gradient.clone()",
                     code="grad-changed-after-taken",
                 )
 

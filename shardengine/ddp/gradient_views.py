@@ -376,8 +376,8 @@ class GradientViews:
         complete = self._complete
         if complete is not None and torch._C._current_graph_task_id() >= 0:
             raise UsageError(
-                f"{self.layout.parameters[index].name!r}.grad is used while backward runs (rank {self._rank}), when it "
-                "is this rank's alone: expected that after backward; a hook on the tensor is given its gradient",
+                f"{self.layout.parameters[index].name!r}.grad was used during backward (rank {self._rank}), before the "
+                "gradients are reduced: use it after backward(), or Tensor.register_hook for this rank's gradient",
                 code="grad-used-during-backward",
             )
         self._complete = None
@@ -506,9 +506,9 @@ class GradientViews:
             scaled = _scaled_bounds(operation, arguments, options, self._scale)
             if scaled is None:
                 raise UsageError(
-                    f"{name!r}.grad is multiplied with the loss scale {self._scale:g} (rank {self._rank}): expected a "
-                    "multiplication, a clamp between numbers, or changes inside "
-                    "`with engine.full_grads(writable=True):`, which shows it without",
+                    f"{name!r}.grad is still multiplied by the loss scale {self._scale:g} (rank {self._rank}): it "
+                    "supports only multiplication and clamp() between numbers. For other changes use "
+                    "`with engine.full_grads(writable=True):`, which shows it unscaled",
                     code="grad-change-while-scaled",
                 )
             operation, arguments, options = _clamp_finite, scaled, {}
@@ -584,11 +584,12 @@ class GradientViews:
         """Raise ``UsageError``: ``what`` needs values that this rank does not have."""
         name = self.layout.parameters[index].name
         raise UsageError(
-            f"{what} of {name!r}.grad is not possible (rank {self._rank}): it stands for a gradient in the engine's "
-            "buckets, which is sharded over the ranks. Possible are its 2-norm, and in place a multiplication, "
-            "grad.mul_(2), and other operations on each element, also with a mask of the whole shape where a part of "
-            "it is meant: grad.mul_(mask), grad.masked_fill_(mask, 0.0). Read whole ones on every rank inside `with "
-            f"engine.full_grads([{name!r}]) as grads:`; engine.optimizer is the optimizer that steps with them",
+            f"{what} of {name!r}.grad is not possible (rank {self._rank}): this .grad is a placeholder, because the "
+            "gradient is sharded over the ranks. It supports its 2-norm, and in place multiplication, grad.mul_(2), "
+            "and "
+            "other elementwise operations; for a part of it use a mask of the whole shape, grad.mul_(mask) or "
+            f"grad.masked_fill_(mask, 0.0). To read its values, use `with engine.full_grads([{name!r}]) as grads:` on "
+            "every rank. The optimizer that steps with it is engine.optimizer",
             code="grad-operation-refused",
         )
 
@@ -602,8 +603,8 @@ class GradientViews:
             )
         raise UsageError(
             f"{self.layout.parameters[index].name!r}.grad was set to None between backward and step() (rank "
-            f"{self._rank}), but its gradient is in the engine's bucket: expected engine.zero_grad() on every rank to "
-            "forget the window (also instead of model.zero_grad()), or .grad.zero_()",
+            f"{self._rank}), but the engine still has its gradient. To discard this accumulation window call "
+            "engine.zero_grad() on every rank (not model.zero_grad()); to zero one gradient use .grad.zero_()",
             code="grad-set-to-none",
         )
 

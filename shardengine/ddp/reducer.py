@@ -631,10 +631,15 @@ class Reducer:
         if self.hook is None or not self.hook.makes_messages:
             return None
         return HookMessages(
-            self.hook, *((None,) if bucket_grad is None else (bucket_grad.bucket.layout.index, self._used(bucket_grad)))
+            self.hook,
+            *(
+                (None,)
+                if bucket_grad is None
+                else (bucket_grad.bucket.layout.index, self._filled_intervals(bucket_grad))
+            ),
         )
 
-    def _used(self, bucket_grad: GradientBucket) -> list[tuple[int, int]]:
+    def _filled_intervals(self, bucket_grad: GradientBucket) -> list[tuple[int, int]]:
         """Return the intervals of ``partial`` with gradients of this rank, including the padding between parameters."""
         start, found, goes_on = bucket_grad.bucket.layout.start, list[tuple[int, int]](), False
         for piece in bucket_grad.pieces.values():
@@ -655,7 +660,7 @@ class Reducer:
         if hook is None:
             raise InternalError("rounds are a hook's")
         layout, autocast = bucket_grad.bucket.layout, self._collectives.mesh.platform.autocast_type
-        rounds = hook.rounds(layout.index, full, self._used(bucket_grad))
+        rounds = hook.rounds(layout.index, full, self._filled_intervals(bucket_grad))
 
         def go_on() -> _Flight | Work | None:
             with torch.autocast(autocast, enabled=False):

@@ -422,8 +422,8 @@ def _not_updating(state: StepState, _call: str) -> str | None:
     finish = "engine.reset() on every rank, which finishes it or says that a checkpoint must be loaded"
     way = "engine.load_checkpoint() on every rank" if state.phase is Phase.LOST else finish
     return (
-        "the last step() or load was interrupted in the middle of its update, so its window can neither be forgotten "
-        f"nor gone on with: call {way}"
+        "the last step() or load was interrupted during its update, so its accumulation window can be neither "
+        f"discarded nor continued: call {way}"
     )
 
 

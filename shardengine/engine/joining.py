@@ -60,15 +60,17 @@ def joined(optimizer: ShardedOptimizer, loop: Loop, *, by_active: bool, throws: 
         )
     if by_active and core.reducer.rules.divisor != core.mesh.ranks:
         raise UsageError(
-            f"engine.join: expected divide_by_initial_world_size=True where sums of gradients are divided by "
-            f"{core.reducer.rules.divisor:g} and not by the number of ranks, {core.mesh.ranks}: there is no mean over "
-            "the ranks that have data; or leave out gradient_divide_factor and gradient_allreduce_op",
+            "engine.join(divide_by_initial_world_size=False) needs gradients that are averaged over the ranks, but "
+            "they "
+            f"are divided by {core.reducer.rules.divisor:g} ({core.mesh.ranks} ranks): pass True, or remove "
+            "gradient_divide_factor and gradient_allreduce_op from the config",
             code="join-with-divide-factor",
         )
     if _open:
         raise UsageError(
-            "engine.join() inside another engine's join(): a rank without data would serve one engine until its end, "
-            "while the others wait for it in the other one; expected one engine per loop",
+            "engine.join() inside another engine's join() would deadlock: a rank without data waits in the inner "
+            "engine "
+            "while the others wait in the outer one. Use one engine per loop",
             code="join-nested",
         )
     join = core.step_state.join

@@ -1,5 +1,6 @@
-"""Sums of squares over the rows and columns of a matrix, computed from slices of it, and directions that are divided by
-roots of such sums: the part of Adafactor that is not elementwise.
+"""Sums of squares over rows and columns of a matrix, from slices of it, and directions divided by roots of such sums.
+
+This is the part of Adafactor that is not elementwise.
 
 Owns: the places of rows and columns in memory, sums that do not depend on the order of additions. Must not know: ranks,
 messages, the use of the sums.
@@ -63,8 +64,10 @@ def sum_over(values: Tensor, dimension: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Block:
-    """Rows [first, first + count · rows) of all rows of a parameter: some rows of one matrix, or all rows of ``count``
-    of them. matrix: the first of these."""
+    """Rows [first, first + count · rows) of all rows of a parameter.
+
+    They are some rows of one matrix, or all rows of ``count`` of them. matrix: the first of these.
+    """
 
     first: int
     matrix: int
@@ -217,8 +220,7 @@ def squares_of_direction(form: Factored, gradient: Tensor, offset: int, scales: 
 
 
 def _cut(form: Factored, values: Tensor, offset: int, block: Block) -> Tensor:
-    """Return ``block`` of ``values``, which begin at element ``offset``, padded with zeros: [matrices, rows,
-    columns]."""
+    """Return ``block`` of ``values``, which begin at ``offset``, zero-padded: [matrices, rows, columns]."""
     columns = form.sizes[2]
     first, length = block.first * columns, block.count * block.rows * columns
     start, end = max(first, offset), min(first + length, offset + values.numel())

@@ -177,8 +177,7 @@ def _numbered(name: str, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
 
 
 def _require(operation: str, tensors: Mapping[str, Tensor], flat: Sequence[str]) -> None:
-    """Require tensors on the first one's device, contiguous and floating; those named in ``flat`` have one
-    dimension."""
+    """Require tensors to be contiguous and floating, on the first one's device; those in ``flat`` to be 1-D."""
     device = next(iter(tensors.values())).device
     for name, tensor in tensors.items():
         if tensor.device != device:

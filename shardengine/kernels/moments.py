@@ -124,8 +124,10 @@ class Code(NamedTuple):
         return torch.where(codes > self.most, -values, values) if self.signed else values
 
     def narrowed(self, values: Tensor, words: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the codes and scales of values. words: 16 random bits of each element, int32 [n]; None: round to
-        nearest."""
+        """Return the codes and scales of values.
+
+        words: 16 random bits of each element, int32 [n]; None: round to nearest.
+        """
         count = values.numel()
         padded = torch.cat([values, values.new_zeros(-count % BLOCK)]).view(-1, BLOCK)
         bits = padded.view(torch.int32)
@@ -187,8 +189,10 @@ def narrow_state(values: Tensor, flats: Mapping[str, Tensor], state: str, words:
 
 
 def rounded(values: Tensor, words: Tensor) -> Tensor:
-    """Return fp32 values as bf16, rounded up or down with probabilities that keep the mean. words: 16 random bits of
-    each, int32."""
+    """Return fp32 values as bf16, rounded up or down with probabilities that keep the mean.
+
+    words: 16 random bits of each, int32.
+    """
     bits = (words + values.view(torch.int32)) & -0x10000
     return torch.where(torch.isfinite(values), bits.view(torch.float32), values).bfloat16()
 
@@ -215,8 +219,10 @@ def joined(weight: Tensor, remainder: Tensor) -> Tensor:
 
 
 def split(values: Tensor, weight: Tensor, remainder: Tensor, words: Tensor | None) -> None:
-    """Store fp32 values as weights and remainders, rounded. words: 8 random bits of each element, int32; None: to
-    nearest."""
+    """Store fp32 values as weights and remainders, rounded.
+
+    words: 8 random bits of each element, int32; None: to nearest.
+    """
     bits = values.view(torch.int32)
     rounded_up = bits + (0x7F + ((bits >> 8) & 1) if words is None else words)
     upper = (rounded_up >> 8) & 0xFFFFFF

@@ -46,7 +46,7 @@ class _Without(threading.local):
 _without = _Without()
 """The open ``without_values`` blocks of the current thread."""
 _withdrawn: set[str] = set()
-"""Types of device for which another rank lacks our kernels, so that this rank does not use its own."""
+"""Types of device on which some other rank lacks our kernels, so that this rank does not use its own."""
 
 
 class Offer(IntEnum):
@@ -63,8 +63,10 @@ class Offer(IntEnum):
 
 
 class Offers(NamedTuple):
-    """A rank's offers, for its CPU and for its device, which may be the CPU. problem: the failure, "" if there is
-    none."""
+    """A rank's offers, for its CPU and for its device, which may be the CPU.
+
+    problem: the failure, "" if there is none.
+    """
 
     cpu: Offer
     device: Offer
@@ -99,7 +101,9 @@ def _native() -> ModuleType | None:
         return module
     if wanted() == "native":
         raise UsageError(
-            "SHARDENGINE_KERNELS=native: they cannot be had; SHARDENGINE_NATIVE=require says what to do",
+            "SHARDENGINE_KERNELS=native, but the native kernels could not be built: run with "
+            "SHARDENGINE_NATIVE=require to see "
+            "the compiler's error",
             code="kernels-native-unavailable",
         )
     return None
@@ -153,8 +157,7 @@ class _Reporting:
 
 @contextmanager
 def without_values(report: Report | None = None) -> Iterator[None]:
-    """Carry out operations with ``meta`` inside, in this thread: their tensors have shapes and no values, on any
-    device.
+    """Carry out operations with ``meta`` inside, in this thread: tensors on any device have shapes and no values.
 
     report: called for each operation, since none of them is an operation of torch inside.
     """
@@ -181,11 +184,11 @@ def _named() -> bool:
 
 
 def offer(device: torch.device, trial: Callable[[], None]) -> Offers:
-    """Return the capabilities of this process on its CPU and on ``device``. Builds and loads the native library if
-    allowed.
+    """Return the capabilities of this process on its CPU and on ``device``.
 
-    trial: calls operations on ``device`` as training will; if they are Triton's it is called here, which compiles them.
-    Raises UsageError if the environment asks for kernels by name that are not available.
+    Builds and loads the native library if allowed. trial: calls operations on ``device`` as training will; if they are
+    Triton's it is called here, which compiles them. Raises UsageError if the environment asks for kernels by name that
+    are not available.
     """
     _withdrawn.clear()  # by ranks of an earlier engine
     if device.type == "cpu":
@@ -219,8 +222,10 @@ def _offer_of(device: torch.device, trial: Callable[[], None] | None) -> tuple[O
 
 
 def withdraw(device_type: str, withdrawn: bool) -> None:
-    """Set whether torch does the work on devices of this type although our kernels are available. The bits are the
-    same."""
+    """Set whether torch does the work on devices of this type although our kernels are available.
+
+    The bits are the same.
+    """
     (_withdrawn.add if withdrawn else _withdrawn.discard)(device_type)
 
 
@@ -295,8 +300,7 @@ def sum_of_squares(tensor: Tensor) -> Tensor:
 
 
 def squares_of_slice(form: Factored, values: Tensor, offset: int) -> Tensor:
-    """Return the part of elements [offset, offset + n) in a parameter's sums of squares: fp64 [2, all_rows +
-    all_columns].
+    """Return the part of elements [offset, offset + n) in the sums of squares: fp64 [2, all_rows + all_columns].
 
     These are the sums and their errors, as in factored: [Note: Exact sums]. values: fp32 [n].
     """
@@ -310,10 +314,9 @@ def exact_sum_of_squares(values: Tensor) -> Tensor:
 
 
 def direction_of_slice(form: Factored, gradient: Tensor, offset: int, scales: Tensor, most: float) -> Tensor:
-    """Return elements [offset, offset + n) times min(``most``, their row's scale times their column's), rounded once to
-    fp32.
+    """Return elements [offset, offset + n) times min(``most``, their row's scale times their column's).
 
-    gradient: fp32 [n] · scales: fp64 [all_rows + all_columns].
+    Each product is rounded once to fp32. gradient: fp32 [n] · scales: fp64 [all_rows + all_columns].
     """
     module = factored if form.scattered else implementation(gradient.device) or factored
     return module.direction_of_slice(form, gradient, offset, scales, most)

@@ -65,8 +65,10 @@ def _mix(word: int) -> int:
 
 
 def mix_words(words: Tensor) -> Tensor:
-    """Apply the mix of [Note: Random bits] to int32 words in place. A right shift keeps the sign, so its result is
-    masked."""
+    """Apply the mix of [Note: Random bits] to int32 words in place.
+
+    A right shift keeps the sign, so its result is masked.
+    """
     words ^= (words >> 16) & 0xFFFF
     words *= signed_word(MIX_1)
     words ^= (words >> 13) & 0x7FFFF

@@ -157,20 +157,19 @@ def _pairs(lanes: Tensor) -> Tensor:
 
 
 def norm_from_squares(partials: Tensor, loss_scale: float = 1.0) -> Tensor:
-    """Return the norm from fp64 partial sums of squares (one per rank, added as lanes are), rounded once to fp32
-    (0-dim).
+    """Return the norm from fp64 partial sums of squares, rounded once to fp32 (0-dim).
 
-    loss_scale: the factor that the gradients were multiplied with; the norm is that of the gradients without it.
+    partials: one per rank, added as lanes are · loss_scale: the factor that the gradients were multiplied with; the
+    norm is that of the gradients without it.
     """
     total = _lanes(partials)
     return (total.sqrt() / torch.full_like(total, loss_scale)).float()
 
 
 def power_sum(tensor: Tensor, order: float) -> Tensor:
-    """Return the sum of the magnitudes to the power ``order``, added in fp64; for inf the largest magnitude: 0-dim
-    fp64.
+    """Return the sum of the magnitudes to the power ``order``, added in fp64, or for inf the largest one.
 
-    The largest magnitude is exact. The result is NaN if an element is.
+    The result is 0-dim fp64, and NaN if an element is NaN. The largest magnitude is exact.
     """
     if not tensor.numel():
         return torch.zeros((), dtype=torch.float64, device=tensor.device)

@@ -48,8 +48,7 @@ class Rule(NamedTuple):
 
 
 def rule_for(kind: str, group: Mapping[str, Any], step: int) -> Rule:
-    """Return the numbers for step number ``step`` (from 1) of the optimizer group with options ``group``, named as in
-    torch.
+    """Return the numbers for step ``step`` (from 1) of the group with options ``group``, named as in torch.
 
     Adam (Kingma & Ba, 2015, in the form that ends its section 2: bias corrections folded into rate and epsilon), AdamW
     (Loshchilov & Hutter, 2019), SGD as in torch.optim, Lion (Chen et al., 2023, arXiv 2302.06675).

@@ -41,13 +41,11 @@ class Spans(tuple[Span, ...]):
 
     @classmethod
     def whole(cls, count: int) -> Spans:
-        """Return the span of a whole tensor of ``count`` elements; cached, so that its tables are made once per
-        length."""
+        """Return the span of a whole tensor, cached, so that its tables are made once per length."""
         return _whole(count)
 
     def table(self, device: torch.device, block: int) -> tuple[Tensor, Tensor]:
-        """Return the tables for one launch over all spans, cut into blocks: int64 [spans, 3] and int32 [blocks, 2] on
-        ``device``.
+        """Return the tables for one launch over all spans: int64 [spans, 3] and int32 [blocks, 2] on ``device``.
 
         The first has a row (start, end, first) per span. The second has a row (span, block of the span) per ``block``
         elements; the last block of a span may have fewer.

@@ -1,12 +1,12 @@
-"""Models that do not fit where they are loaded: values of parameters that have no memory yet, slice by slice.
+"""Models that do not fit into one rank's memory: values of parameters without memory, computed slice by slice.
 
-source              what placing asks: elements of a parameter; which come from files, which from initialisers
-recording           how a model is made, written down instead of done
-values              whole tensors and intervals, computed from that
+source              elements of a parameter, for placing; the choice between files and initialisers
+recording           the operations that make a model, recorded instead of carried out
+values              whole tensors and intervals, computed from the recording
 safetensors_files   tensors of a folder by name and interval
 pretrained_files    the same, found, renamed and converted by transformers
 
-Must not know: ranks, layouts, who keeps what.
+Must not know: ranks, layouts, the owner of an element.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""transformers' ``from_pretrained`` while a recording goes on: it finds files, renames, converts, ties and reads none.
+"""transformers' ``from_pretrained`` during a recording: it finds files, renames, converts, ties and reads no values.
 
-Owns: the one place where its loader is given tensors that stand for those in the files. Must not know: models, ranks.
+Owns: the call that gives its loader tensors that stand for those in the files. Must not know: models, ranks.
 
 ``from_pretrained`` makes the model on the meta device and hands its loader the files. The loader is called as usual,
-with tensors without values in place of mapped ones, in one thread, since a recording is a thread's own. Everything else
-is transformers' own: conversions are steps of the recording, missing weights are drawn by its initialisers, in its
+with tensors without values in place of mapped ones, in one thread, since a recording belongs to a thread. Everything
+else is transformers' own: conversions are steps of the recording, and its initialisers draw missing weights, in its
 order, when their values are needed.
 """
 
@@ -32,7 +32,10 @@ class NotInSlices(UsageError):
 
 @contextmanager
 def found_by_transformers(record: Recording) -> Iterator[None]:
-    """Inside, what ``from_pretrained`` loads is known to ``record``. Nothing where nobody has imported transformers."""
+    """Make ``record`` know the tensors that ``from_pretrained`` loads inside.
+
+    Does nothing if transformers is not imported.
+    """
     if "transformers" not in sys.modules:
         yield
         if "transformers" in sys.modules:
@@ -94,7 +97,7 @@ def _check(files: Any, load_config: Any) -> None:
 
 
 def _check_fit(found: Any, load_config: Any) -> None:
-    """UsageError for what transformers reports of weights that it could not take."""
+    """Raise UsageError if transformers reports weights that it could not take."""
     if found.mismatched_keys and not load_config.ignore_mismatched_sizes:
         name, there, here = min(found.mismatched_keys)
         raise UsageError(

@@ -1,20 +1,20 @@
-"""What torch does while a model is made, written down instead of done. Owns: the record, and what is in it.
+"""A recording of the torch operations that make a model, instead of their execution. Owns: the record and its steps.
 
-Must not know: files, engines, ranks, what becomes of the values.
+Must not know: files, engines, ranks, the use of the values.
 
 Inside of ``recording`` every tensor that would be made on the CPU has no memory (it lies on torch's meta device), and
-each operation that gives it values is a ``Step``. Steps name storages and where their tensors lie in them (``View``),
-so views, in-place operations, tied and copied parameters need no rules of their own. ``values.py`` carries steps out,
-as far as some value needs them.
+each operation that gives it values is a ``Step``. Steps name storages and the places of their tensors in them
+(``View``), so views, in-place operations, tied and copied parameters need no rules of their own. ``values.py`` carries
+out the steps that a value needs.
 
-[Note: Looks like a CPU] torch's own initialisers leave a meta tensor alone, and so does other code that asks. What is
-recorded therefore says that it is on the CPU while the recording lasts.
+[Note: Looks like a CPU] torch's own initialisers leave a meta tensor alone, and so does other code that checks. So a
+recorded tensor reports the CPU as its device while the recording lasts.
 
 [Note: Values asked for] An operation whose result depends on values (``item()``, ``torch.equal``) is carried out at
 once, on values that are computed for it.
 
-[Note: Drawing] A step that draws knows which generator it draws from and how that was set, if it was, since the last
-one. None draws anything: the state of torch's generator is afterwards what it was before.
+[Note: Drawing] A step that draws knows its generator, and the state that it was set to since the last draw, if it was.
+None draws anything: recording leaves the state of torch's generator unchanged.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from shardengine.errors import UsageError
 
 _MARK = "shardengine_recording"
 _COPIED = 1 << 20
-"""Elements of data that are copied, in case that somebody writes to them later."""
+"""Elements: data up to this size is copied, in case somebody writes to it later."""
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
 _ASKS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -54,11 +54,11 @@ class View:
 
     @property
     def numel(self) -> int:
-        """Its elements."""
+        """The number of its elements."""
         return torch.Size(self.size).numel()
 
     def permuted(self, order: Sequence[int]) -> View:
-        """With its dimensions in another order; () leaves them."""
+        """Return it with its dimensions in another order; () leaves them."""
         if not order:
             return self
         return replace(self, size=tuple(self.size[i] for i in order), stride=tuple(self.stride[i] for i in order))
@@ -79,30 +79,33 @@ class View:
         return True
 
     def on(self, storage: torch.UntypedStorage) -> Tensor:
-        """The tensor in ``storage``, which has values."""
+        """Return the tensor in ``storage``, which has values."""
         return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
 
 
 def view_of(tensor: Tensor) -> View:
-    """Where ``tensor`` lies."""
+    """Return the place of ``tensor`` in its storage."""
     offset = int(tensor.storage_offset())
     return View(key_of(tensor), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), offset)
 
 
 def key_of(tensor: Tensor) -> int:
-    """The identity of its storage."""
+    """Return the identity of its storage."""
     return tensor.untyped_storage()._cdata
 
 
 Evaluate = Callable[["Recording", Any, tuple[Any, ...], dict[str, Any]], Any]
-"""Carries out a function of torch at once, with ``View`` for tensors without values."""
+"""Carries out a function of torch at once; tensors without values are passed as ``View``."""
 
 
 @dataclass
 class Step:
-    """One operation. args, kwargs: with ``View`` for tensors without values · made: its results that are new, by place
-    among all results · reads, writes: storages · draws: from a generator, whose ``state`` was set if it is not None;
-    ``own``: it is the user's generator."""
+    """One operation.
+
+    args, kwargs: with ``View`` for tensors without values · made: its new results, by place among all results · reads,
+    writes: storages · draws: whether it draws random numbers; ``state``: the state that the generator was set to
+    before, or None; ``own``: whether the generator is the user's.
+    """
 
     function: Any
     args: tuple[Any, ...]
@@ -117,9 +120,12 @@ class Step:
 
 @dataclass
 class Recording:
-    """Steps in their order. writers: storage → numbers of the steps that write to it · sources: storage → the
-    reader's tensor that it is, as (reader, name) · kept: storages that must outlive it, so that no identity comes
-    twice · lost: storages into which something without values was written."""
+    """Steps in their order.
+
+    writers: storage → numbers of the steps that write to it · sources: storage → (reader, name) of the reader's tensor
+    that it stands for · kept: storages that must outlive it, so that identities stay unique · lost: storages that
+    received values of a tensor without values.
+    """
 
     steps: list[Step] = field(default_factory=list)
     writers: dict[int, list[int]] = field(default_factory=dict)
@@ -130,17 +136,17 @@ class Recording:
     evaluate: Evaluate | None = None
 
     def knows(self, tensor: Tensor) -> bool:
-        """Whether it is a tensor without values of this recording."""
+        """Return whether it is a tensor without values of this recording."""
         return key_of(tensor) in self.kept
 
     def take(self, tensor: Tensor) -> None:
-        """A new tensor without values is known from now on."""
+        """Register a new tensor without values."""
         storage = tensor.untyped_storage()
         self.kept[storage._cdata] = storage
         setattr(storage, _MARK, self)
 
     def add_source(self, reader: Any, name: str) -> Tensor:
-        """A tensor without values that stands for ``name`` of what ``reader`` has."""
+        """Return a tensor without values that stands for tensor ``name`` of ``reader``."""
         facts = reader.tensors[name]
         tensor = torch.empty(tuple(facts.shape), dtype=facts.dtype, device=_META)
         self.take(tensor)
@@ -148,21 +154,23 @@ class Recording:
         return tensor
 
     def add(self, step: Step) -> None:
-        """One more step."""
+        """Append a step."""
         for storage in step.writes | {view.storage for view in step.made.values()}:
             self.writers.setdefault(storage, []).append(len(self.steps))
         self.steps.append(step)
 
 
 def recording_of(tensor: Tensor) -> Recording | None:
-    """The recording in which ``tensor`` was made; None where it was made outside of one."""
+    """Return the recording that ``tensor`` was made in, or None if it was made outside of one."""
     return getattr(tensor.untyped_storage(), _MARK, None)
 
 
 @contextmanager
 def recording(evaluate: Evaluate) -> Iterator[Recording]:
-    """What is made on the CPU inside has no memory, and how it gets its values is written down. evaluate: computes what
-    is asked for meanwhile."""
+    """Record the operations on the CPU inside: their results have no memory.
+
+    evaluate: computes values that they ask for.
+    """
     if getattr(_under_way, "yes", False):
         raise UsageError(
             "meta_init: expected one at a time, this is inside of another one, which is enough", code="meta-init-nested"
@@ -177,11 +185,11 @@ def recording(evaluate: Evaluate) -> Iterator[Recording]:
 
 
 _under_way = threading.local()
-"""Whether there is a recording in this thread."""
+"""Whether this thread records."""
 
 
 class _Appearance(TorchFunctionMode):
-    """[Note: Looks like a CPU]."""
+    """Makes recorded tensors report the CPU: [Note: Looks like a CPU]."""
 
     def __init__(self, record: Recording) -> None:
         super().__init__()
@@ -224,7 +232,7 @@ class _Recorder(TorchDispatchMode):
         return self._record_step(function, args, kwargs, written, draws)
 
     def _begins(self, function: Any, tensors: list[Tensor], kwargs: dict[str, Any], draws: bool) -> bool:
-        """Whether an operation on nothing that is recorded makes something that is to be."""
+        """Return whether an operation without recorded arguments makes a tensor that has to be recorded."""
         name = function._schema.name
         if draws and any(not each.is_meta for each in _written(function._schema, tensors[:1], {})):
             raise UsageError(
@@ -240,7 +248,7 @@ class _Recorder(TorchDispatchMode):
         return torch.device(device).type == "cpu" or name == "aten::scalar_tensor"  # of ``tensor[index] = number``
 
     def _now(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """[Note: Values asked for]."""
+        """Carry out an operation at once: [Note: Values asked for]."""
 
         def noted(each: Tensor) -> Any:
             return view_of(each) if each.is_meta and self._record.knows(each) else each
@@ -289,7 +297,7 @@ class _Recorder(TorchDispatchMode):
     def _before_drawing(
         self, function: Any, args: Any, noted: dict[str, Any], kwargs: dict[str, Any]
     ) -> tuple[Tensor | None, bool]:
-        """The state of the generator, where a step must set it, and whether it is the user's own ([Note: Drawing])."""
+        """Return the state to set the generator to, if any, and whether it is the user's own ([Note: Drawing])."""
         generator = kwargs.get("generator")
         if generator is not None:
             kwargs["generator"] = noted["generator"] = None
@@ -305,12 +313,12 @@ class _Recorder(TorchDispatchMode):
 
 
 def _blank(view: View, device: torch.device = _CPU) -> Tensor:
-    """A tensor of its form, with any values."""
+    """Return a tensor of its form, with any values."""
     return torch.empty_strided(view.size, view.stride, dtype=view.dtype, device=device)
 
 
 def _written(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The arguments that the operation writes to."""
+    """Return the arguments that the operation writes to."""
     found: list[Any] = []
     for number, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

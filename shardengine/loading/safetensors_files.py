@@ -1,12 +1,12 @@
 """The tensors of a folder of safetensors files, read by name and interval. Owns: finding the files, their heads.
 
-Must not know: models, what a name means, who keeps which interval.
+Must not know: models, the meaning of a name, the owner of an interval.
 
-Only the bytes that are asked for are read, and the pages at their ends: from the page cache what it has, the rest past
-it, in several reads at once, since no other rank wants the same.
+Only the requested bytes are read, and the pages at their ends: cached bytes from the page cache, the rest past it, in
+several reads at once, since no other rank reads the same bytes.
 
-A folder with ``model.safetensors.index.json`` has the files that it names; otherwise all its safetensors files belong
-together.
+If a folder has ``model.safetensors.index.json``, its files are those that this index names; otherwise all its
+safetensors files belong together.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from shardengine.offload import direct_io, staging
 
 _INDEX = "model.safetensors.index.json"
 _LARGEST_HEAD = 100 << 20
-"""Bytes: what safetensors itself allows."""
+"""Bytes: the limit of safetensors itself."""
 _BLOCK = 2 << 20
 _THREADS = 4
 _MAX_OPEN = 64
-"""Files that are held open."""
+"""The most files that are held open."""
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -44,7 +44,7 @@ _DTYPES = {
 
 
 _SAMPLES, _SAMPLE = 16, 512
-"""Blocks of a file, and their bytes, by which it is compared with another rank's."""
+"""The number of blocks of a file that are compared with another rank's, and the bytes of each."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,10 @@ class Entry:
 
 
 class _Reading(NamedTuple):
-    """Of tensor ``name``, with as many bytes short as each of ``blocks`` says, below 0."""
+    """A read of tensor ``name`` in flight.
+
+    The result of each block is the number of missing bytes, as a negative number.
+    """
 
     path: Path
     name: str
@@ -66,7 +69,7 @@ class _Reading(NamedTuple):
 
 
 class SafetensorsFiles:
-    """The tensors of one folder, or of ``files``. UsageError names the file and what is wrong with it."""
+    """The tensors of ``files``. Raises UsageError, which names the file and the problem."""
 
     def __init__(self, files: Iterable[Path]) -> None:
         self.tensors: dict[str, Entry] = {}
@@ -87,7 +90,7 @@ class SafetensorsFiles:
 
     @classmethod
     def of(cls, place: Path) -> SafetensorsFiles:
-        """What lies at ``place``: a folder or one file."""
+        """Return the tensors at ``place``: a folder or one file."""
         return cls(_files_of(place))
 
     def read(self, name: str, first: int, target: Tensor) -> None:
@@ -95,11 +98,11 @@ class SafetensorsFiles:
         self._end(self._begin(name, first, target))
 
     def begin_read(self, name: str, first: int, target: Tensor) -> None:
-        """As ``read``, but ``target`` is filled when ``finish`` returns."""
+        """Begin a ``read``: ``target`` is filled when ``finish`` returns."""
         self._under_way.append(self._begin(name, first, target))
 
     def finish(self) -> None:
-        """What was begun is read."""
+        """Wait for all reads of ``begin_read``."""
         begun, self._under_way = self._under_way, []
         wait(block for each in begun for block in each.blocks)
         for each in begun:
@@ -136,11 +139,11 @@ class SafetensorsFiles:
             )
 
     def facts(self) -> list[str]:
-        """What tells these files from others: their names, sizes, and a checksum of some blocks of each."""
+        """Return a line per file that identifies it: name, size, and a checksum of some blocks."""
         return [f"{path.name}: {_digest(path)}" for path in self._paths]
 
     def close(self) -> None:
-        """Let go of files and threads."""
+        """Close the files and end the threads."""
         if self._threads is not None:
             self._threads.shutdown()
             self._threads = None
@@ -149,7 +152,7 @@ class SafetensorsFiles:
         self._opened.clear()
 
     def _read_past(self, file: int, part: memoryview, offset: int) -> int:
-        """Fill ``part`` past the page cache, by way of this thread's own pages; how many bytes came."""
+        """Fill ``part`` past the page cache, through this thread's own pages. Return how many bytes were read."""
         if not len(part):
             return 0
         if not hasattr(self._local, "pages"):
@@ -225,7 +228,7 @@ def _named_by_index(path: Path) -> list[str]:
 
 
 def _head(path: Path) -> Mapping[str, Entry]:
-    """What a file says is in it; UsageError where that cannot be true."""
+    """Return the tensors that a file's head lists. Raises UsageError if the head cannot be true."""
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size

@@ -1,11 +1,12 @@
-"""What the parameters and buffers of a model begin with, for those that have no memory yet.
+"""The initial values of a model's parameters and buffers that have no memory yet.
 
-Owns: which of them the files give, which their initialisers, what is refused. Must not know: ranks, where values go.
+Owns: the choice between files and initialisers for each of them, the errors. Must not know: ranks, the use of the
+values.
 
-The seam: ``runtime/placing.py`` asks for elements [first, end) of a parameter, in its order in memory, of those alone
-that this rank keeps. A model whose values lie in memory has no source: there rank 0's are sent, which is the other way
-to begin. ``recording.py`` knows how a model was made, ``values.py`` computes from that and from a ``Reader``, which
-gives elements of a tensor by name; so a folder, a user's own storage and a framework's conversions are one thing here.
+The interface: ``runtime/placing.py`` requests elements [first, end) of a parameter, in its order in memory, and only
+those that this rank keeps. A model whose values lie in memory has no source: rank 0 sends its values. ``recording.py``
+knows how a model was made. ``values.py`` computes from that and from a ``Reader``, which reads elements of a tensor by
+name; so a folder, a user's own storage and a framework's conversions are handled alike.
 """
 
 from __future__ import annotations
@@ -26,36 +27,36 @@ from shardengine.loading.safetensors_files import SafetensorsFiles
 from shardengine.loading.values import Reader, Values, carry_out_now
 
 Weights = str | Path | Reader | None
-"""What a user may say: a folder, a file, an own reader, or nothing."""
+"""The possible values of ``weights=``: a folder, a file, a reader of the user's own, or None."""
 _PATTERNS = (0xA5, 0x5A)
-"""Bytes of what was not read yet."""
+"""Bytes that mark elements which were not read yet."""
 
 
 @contextmanager
 def meta_init() -> Iterator[None]:
-    """Make a model in it, and no parameter has memory: ``initialize`` gives each rank its part of the values alone.
+    """Models made inside have no memory for parameters: ``initialize`` gives each rank only its own part of the values.
 
-    How the model would have got them is remembered, whatever its code does: drawing, computing, copying, tying. Without
-    ``weights=`` they are to the bit what the same code gives without ``meta_init`` from the same random state. torch's
-    own is not changed by it; where values have to be drawn, ``initialize`` leaves it where making the model would have.
-    Inside, transformers' ``from_pretrained`` reads the heads of the files alone: what it converts, renames
-    and ties is remembered, too, and each rank reads its own slices later. Changes of the model that are made afterwards
-    (a cast, ``reset_parameters``) are not remembered.
+    The operations that would have made the values are recorded, whatever the model's code does: drawing, computing,
+    copying, tying. Without ``weights=`` the values are, to the bit, those of the same code without ``meta_init`` from
+    the same random state. ``meta_init`` does not change torch's own random state; if values have to be drawn,
+    ``initialize`` leaves it as making the model would have. Inside, transformers' ``from_pretrained`` reads only the
+    heads of the files: its conversions, renames and ties are recorded as well, and each rank reads its own slices
+    later. Later changes of the model (a cast, ``reset_parameters``) are not recorded.
     """
     with recording(carry_out_now) as record, pretrained_files.found_by_transformers(record):
         yield
 
 
 def is_in_slices(model: nn.Module) -> bool:
-    """Whether ``model`` was made in ``meta_init``, so that each rank reads, or draws, its part of the values alone."""
+    """Return whether ``model`` was made in ``meta_init``, so that each rank reads or draws only its own part."""
     return any(recording_of(parameter) is not None for parameter in model.parameters())
 
 
 class _Watched:
-    """A user's reader, of which it is noticed that it leaves a target as it was. where: for messages.
+    """A user's reader, checked for targets that it leaves unfilled. where: text for messages.
 
-    The target is given with one pattern of bytes, and where an end of it has that afterwards, again with another: no
-    value is taken for the pattern, and a reader that does its work is asked once.
+    The target is filled with one pattern of bytes before a read. If an end of it has that pattern afterwards, the read
+    is repeated with another pattern: so no value is mistaken for the pattern, and a correct reader is called once.
     """
 
     def __init__(self, reader: Reader, where: str) -> None:
@@ -75,7 +76,7 @@ class _Watched:
         return getattr(self._reader, name)
 
     def read(self, name: str, first: int, target: Tensor) -> None:
-        """See ``Reader``. UsageError where it filled nothing, or not all."""
+        """See ``Reader``. Raises UsageError if it filled nothing, or not all."""
         ends = [target[:1], target[-1:]]
         for pattern in _PATTERNS:
             target.view(torch.uint8).fill_(pattern)
@@ -84,20 +85,22 @@ class _Watched:
             if not ends:
                 return
         raise UsageError(
-            f"weights=: read({name!r}, {first}, target) left its target, or an end of it, as it was given"
-            f"{self._where}: expected all {target.numel()} elements ({target.dtype}) to be written, in place, from "
+            f"weights=: read({name!r}, {first}, target) did not fill the whole target{self._where}: expected all "
+            f"{target.numel()} elements ({target.dtype}) to be written, in place, from "
             f"number {first} of {name!r} on",
             code="weights-reader-incomplete",
         )
 
 
 class Source:
-    """Values of the tensors of ``model`` without memory. given: id(tensor) → where it is, for those that do not begin
-    as they were made."""
+    """Values of the tensors of ``model`` without memory.
+
+    given: id(tensor) → its place in the recording, for those that do not begin as they were made.
+    """
 
     def __init__(self, model: nn.Module, record: Recording, given: Mapping[int, View]) -> None:
         self.begins: list[str] = []
-        """What the weights were expected to have and do not."""
+        """The names of tensors that the weights lack."""
         self._values = Values(record)
         self._views: dict[int, View] = {}
         self._names: dict[int, str] = {}
@@ -117,8 +120,10 @@ class Source:
 
     @classmethod
     def of(cls, model: nn.Module, weights: Weights, where: str = "") -> Source | None:
-        """Of ``model``, from ``weights`` and from how it was made; None where its values are in memory. where: this
-        rank, for messages."""
+        """Return the source of ``model``, from ``weights`` and its recording, or None if its values are in memory.
+
+        where: this rank, for messages.
+        """
         tensors = dict(_named(model))
         records = {id(r): r for t in tensors.values() if t.is_meta and (r := recording_of(t)) is not None}
         if len(records) > 1:
@@ -151,46 +156,48 @@ class Source:
         return source
 
     def gives(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` gets its values here."""
+        """Return whether ``tensor`` gets its values here."""
         return id(tensor) in self._views
 
     def facts(self) -> list[str]:
-        """What must be equal on all ranks."""
+        """Return lines that must be equal on all ranks."""
         origins = [f"{self._names[key]} from {origin}" for key, origin in self._origins.items()]
         return [*origins, *self._values.facts()]
 
     def states(self) -> list[tuple[int, Tensor]]:
-        """The random states of this rank that values depend on."""
+        """Return the random states of this rank that values depend on."""
         return self._values.states()
 
     def begin(self, states: Sequence[tuple[int, Tensor]]) -> None:
-        """Values depend on ``states``, which are rank 0's. To be called before any is asked for."""
+        """Make values depend on ``states``, which are rank 0's. To be called before the first ``fill``."""
         self._values.prepare(self._views.values(), states)
 
     def fill(self, parameter: Tensor, order: Sequence[int], first: int, target: Tensor, *, later: bool = False) -> None:
-        """Elements of ``parameter`` from ``first`` on, counted with its dimensions in ``order`` (() is their own),
-        → ``target``, 1-D on any device, as the parameter's dtype has them. later: it may be filled as late as
-        ``finish`` returns."""
+        """Fill ``target`` (1-D, any device) with elements of ``parameter`` from ``first`` on, rounded to its dtype.
+
+        Elements are counted with the dimensions in ``order`` (() is their own). later: ``target`` may be filled as late
+        as ``finish`` returns.
+        """
         view = self._views[id(parameter)].permuted(order)
         self._values.fill_rounded(view, parameter.dtype, first, target, later=later)
 
     def finish(self) -> None:
-        """What was to be filled later is filled."""
+        """Wait until all targets of ``fill(later=True)`` are filled."""
         self._values.finish()
 
     def close(self) -> None:
-        """Let go of files and of what was kept."""
+        """Close the files and free cached values."""
         self._values.forget()
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter and buffer, tied ones under each name."""
+    """Yield every parameter and buffer, tied ones under each name."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
 
 
 def _stored(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """What a state dict has, in its order."""
+    """Yield the entries of a state dict, in its order."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         left_out = module._non_persistent_buffers_set
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -199,8 +206,10 @@ def _stored(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _match(model: nn.Module, record: Recording, reader: Reader) -> dict[int, View]:
-    """id(tensor) → where the weights have it. Of a tied one that is there twice the last counts, as in
-    ``load_state_dict``."""
+    """Return id(tensor) → its place in the weights.
+
+    For a tied tensor that is there twice the last counts, as in ``load_state_dict``.
+    """
     tensors: Mapping[str, Any] = reader.tensors
     found: dict[int, View] = {}
     known = dict(_stored(model))

@@ -1,16 +1,16 @@
 """Values of tensors that a recording has made: computed as a whole, or an interval alone, from steps and files.
 
-Owns: which steps a value needs, the random states they begin with, how an interval of a result becomes intervals of
-what it was made of. Must not know: modules, ranks, where values go.
+Owns: the steps that a value needs, the random states that they begin with, the mapping from an interval of a result to
+intervals of its inputs. Must not know: modules, ranks, the use of the values.
 
-[Note: Intervals] Elements of a tensor in its order in memory are an interval of its storage. Where one step alone wrote
-that storage, and that step only copies, casts, joins or stacks, the interval is made of intervals of what the step
-read, down to the files; views are strides. So fused and renamed weights are read like others, each element once. What
-was computed in another way is computed as a whole, one tensor at a time, and kept until the next one is asked for.
+[Note: Intervals] Elements of a tensor in its order in memory are an interval of its storage. If a single step wrote
+that storage, and it only copies, casts, joins or stacks, the interval is made of intervals of the step's inputs, down
+to the files; views are strides. So fused and renamed weights are read like others, each element once. A tensor that was
+computed in another way is computed as a whole, one at a time, and kept until the next one is requested.
 
 [Note: Replayed draws] Torch's generator is a stream. So all draws up to the end of the recording are made once, in
-order, each into memory that is let go of at once, and the state before every draw that some value needs is kept: from
-there that one is drawn again when its value is asked for. Where no value needs a draw, nothing is drawn.
+order, each into memory that is freed at once, and the state before every draw that some value needs is kept: the draw
+is repeated from there when its value is requested. If no value needs a draw, nothing is drawn.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from shardengine.errors import UsageError
 from shardengine.loading.recording import Recording, Step, View
 
 _AT_ONCE = 1 << 20
-"""Elements that are cast at once."""
+"""The number of elements that are cast at once."""
 _SHORT = 512
-"""Elements: where what lies together is shorter, a tensor of a file is read as a whole."""
+"""Elements: if contiguous runs are shorter, a tensor of a file is read as a whole."""
 _COPIES = {"aten::_to_copy", "aten::clone"}
 _JOINS = {"aten::cat": False, "aten::stack": True}
 
 
 class Described(Protocol):
-    """What is known of a tensor before it is read."""
+    """The facts about a tensor that are known before it is read."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its elements."""
+        """The dtype of its elements."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -51,29 +51,31 @@ class Described(Protocol):
 
 
 class Reader(Protocol):
-    """Where weights are read from: a folder of safetensors files, or what a user has instead."""
+    """A place that weights are read from: a folder of safetensors files, or an object of the user's."""
 
     @property
     def tensors(self) -> Any:
         """Name → ``Described``."""
 
     def read(self, name: str, first: int, target: Tensor) -> None:
-        """Fill ``target`` (1-D, on the CPU, of the tensor's dtype) with elements from ``first`` on, in the order of the
-        tensor's dimensions."""
+        """Fill ``target`` (1-D, on the CPU, of the tensor's dtype) with elements from ``first`` on.
+
+        Elements are counted in the order of the tensor's dimensions.
+        """
 
     def close(self) -> None:
-        """Nothing more will be read."""
+        """End reading: ``read`` is not called any more."""
 
 
 @runtime_checkable
 class ReadsAhead(Protocol):
-    """A reader that reads while more is asked of it."""
+    """A reader that can have several reads in flight."""
 
     def begin_read(self, name: str, first: int, target: Tensor) -> None:
-        """As ``read``, but ``target`` is filled when ``finish`` returns."""
+        """Begin a ``read``: ``target`` is filled when ``finish`` returns."""
 
     def finish(self) -> None:
-        """What was begun is read."""
+        """Wait for all reads of ``begin_read``."""
 
 
 class Values:
@@ -87,7 +89,7 @@ class Values:
     # Which steps
 
     def origin(self, view: View) -> str:
-        """Where a tensor gets its values: "files", "an initialiser", or "" for nowhere."""
+        """Return the origin of a tensor's values: "files", "an initialiser", or "" if it has none."""
         steps = self._steps_for([view.storage])
         reached = {view.storage}.union(*(step.reads for step in map(self._step, steps)), *map(self._made_by, steps))
         if reached & self._record.lost:
@@ -98,15 +100,15 @@ class Values:
         return "" if not steps or blank else "an initialiser"
 
     def draws(self, views: Iterable[View]) -> bool:
-        """Whether some of ``views`` need draws."""
+        """Return whether some of ``views`` need draws."""
         return any(self._step(number).draws for number in self._steps_for([view.storage for view in views]))
 
     def states(self) -> list[tuple[int, Tensor]]:
-        """(step, state that its generator was set to), for all: what random numbers depend on."""
+        """Return (step, state that its generator was set to) for all such steps; no other state affects draws."""
         return [(number, step.state) for number, step in enumerate(self._record.steps) if step.state is not None]
 
     def facts(self) -> list[str]:
-        """What must be equal on all ranks, random states aside."""
+        """Return lines that must be equal on all ranks; random states are not among them."""
         readers = {id(reader): reader for reader, _ in self._record.sources.values()}
         files = [fact for reader in readers.values() if hasattr(reader, "facts") for fact in reader.facts()]
         return [*files, *(f"{number}: {_described(step)}" for number, step in enumerate(self._record.steps))]
@@ -118,7 +120,7 @@ class Values:
         return {view.storage for view in self._step(number).made.values()}
 
     def _steps_for(self, storages: Iterable[int], before: int | None = None) -> list[int]:
-        """The numbers of the steps that give ``storages`` the values they have before step ``before``, ascending."""
+        """Return the steps that give ``storages`` the values they have before step ``before``, ascending."""
         before = len(self._record.steps) if before is None else before
         found: set[int] = set()
         waiting: list[int] = []
@@ -141,8 +143,11 @@ class Values:
     # Random numbers
 
     def prepare(self, views: Iterable[View], states: Iterable[tuple[int, Tensor]]) -> None:
-        """Find the random states that ``views`` need ([Note: Replayed draws]). states: as ``states`` gives them, of the
-        rank whose values are wanted. Torch's generator is afterwards where making the model would have left it."""
+        """Find the random states that ``views`` need ([Note: Replayed draws]).
+
+        states: those of the method ``states``, on the rank whose values are wanted. Afterwards torch's generator is in
+        the state that making the model would have left.
+        """
         drawing = [number for number, step in enumerate(self._record.steps) if step.draws]
         asked = [view.storage for view in views]
         needed = set(self._steps_for(asked))
@@ -160,7 +165,7 @@ class Values:
                 self._draw_all(drawing, own, set())
 
     def _draw_all(self, drawing: Iterable[int], states: Mapping[int, Tensor], needed: set[int]) -> None:
-        """All draws in order. states: what generators are set to · needed: steps whose random state is kept."""
+        """Make all draws in order. states: set in the generators · needed: steps whose random state is kept."""
         for number in drawing:
             step = self._step(number)
             if number in states and not step.own:
@@ -171,11 +176,11 @@ class Values:
                 self._draw_once(number)
 
     def _untouched(self) -> bool:
-        """Whether nobody has drawn, or set the generator, since the recording."""
+        """Return whether nobody has drawn, or set the generator, since the recording."""
         return self._record.state is not None and torch.equal(torch.get_rng_state(), self._record.state)
 
     def _draw_once(self, number: int) -> None:
-        """Draw what a step draws, for the generator's sake."""
+        """Repeat the draws of a step, to advance the generator."""
         step = self._step(number)
         if _depends(step):
             state = torch.get_rng_state()
@@ -188,17 +193,17 @@ class Values:
     # Whole tensors
 
     def whole(self, view: View) -> Tensor:
-        """All of a tensor."""
+        """Return a whole tensor."""
         return view.on(self._storage(view.storage))
 
     def forget(self) -> None:
-        """Nothing is kept any more, nothing is read any more."""
+        """Free the cached tensor and close the readers."""
         self._last = None
         for reader, _ in self._record.sources.values():
             reader.close()
 
     def equal(self, one: View, other: View) -> bool:
-        """``torch.equal``, a part at a time where both can be read in parts."""
+        """Return ``torch.equal``, computed a part at a time if both can be read in parts."""
         if (one.size, one.dtype) != (other.size, other.dtype):
             return False
         if not (self._in_parts(one) and self._in_parts(other)):
@@ -223,7 +228,7 @@ class Values:
         return self._last[1]
 
     def _run(self, steps: Iterable[int], wanted: Iterable[int]) -> dict[int, torch.UntypedStorage]:
-        """Carry ``steps`` out; the storages that are ``wanted``, of which all that are no step's are a file's."""
+        """Carry out ``steps`` and return the ``wanted`` storages. Those that no step makes are read from files."""
         real: dict[int, torch.UntypedStorage] = {}
         with _kept_state(restore=True), torch.no_grad():
             for number in steps:
@@ -254,13 +259,13 @@ class Values:
     # Intervals ([Note: Intervals])
 
     def finish(self) -> None:
-        """What was to be filled later is filled."""
+        """Wait until all targets of ``fill(later=True)`` are filled."""
         for reader in {id(reader): reader for reader, _ in self._record.sources.values()}.values():
             if isinstance(reader, ReadsAhead):
                 reader.finish()
 
     def fill_rounded(self, view: View, dtype: torch.dtype, first: int, target: Tensor, *, later: bool = False) -> None:
-        """As ``fill``, of what elements of ``view`` are as ``dtype``."""
+        """Fill ``target`` as ``fill`` does, with elements of ``view`` rounded to ``dtype``."""
         if dtype in (view.dtype, target.dtype):
             self.fill(view, first, target, later=later)
             return
@@ -271,9 +276,9 @@ class Values:
             part.copy_(rounded)
 
     def fill(self, view: View, first: int, target: Tensor, *, later: bool = False) -> None:
-        """Elements of ``view`` from ``first`` on, in the order of its dimensions, → ``target`` (1-D), cast to it.
+        """Fill ``target`` (1-D) with elements of ``view`` from ``first`` on, in the order of its dimensions.
 
-        later: ``target`` may be filled as late as ``finish`` returns.
+        They are cast to its dtype. later: ``target`` may be filled as late as ``finish`` returns.
         """
         for begin, count, done in _runs(view, first, target.numel(), self._whole_below(view)):
             if begin < 0:
@@ -286,7 +291,7 @@ class Values:
         return _SHORT if view.numel > _SHORT else 0
 
     def _fill_storage(self, view: View, begin: int, target: Tensor, *, later: bool) -> None:
-        """Elements of the storage of ``view``, which counts them in its dtype, from ``begin`` on."""
+        """Fill ``target`` with elements of the storage of ``view`` from ``begin`` on, in the dtype of ``view``."""
         storage = view.storage
         if storage in self._record.sources:
             self._read(storage, view.dtype, begin, target, later=later)
@@ -327,7 +332,7 @@ class Values:
 
 
 def carry_out_now(record: Recording, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``recording.Evaluate``, while the recording goes on; the random state is left as it was."""
+    """Carry out an operation during the recording, as ``recording.Evaluate``; the random state is left as it was."""
     values, views = Values(record), [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, View)]
     with _kept_state(restore=True):
         values.prepare(views, values.states())
@@ -341,7 +346,7 @@ _BLANK = ("aten::empty", "aten::new_empty")
 
 
 def _depends(step: Step) -> bool:
-    """Whether what a step draws may depend on values that it reads, and not only on how many it draws."""
+    """Return whether the draws of a step may depend on values that it reads, and not only on their number."""
     return bool(step.reads - step.writes) or step.function._schema.name in _OF_OWN_VALUES
 
 
@@ -349,7 +354,7 @@ _OF_OWN_VALUES = {"aten::bernoulli_", "aten::native_dropout"}
 
 
 def _carry_out(step: Step, real: dict[int, torch.UntypedStorage], state: Tensor | None = None) -> dict[int, Tensor]:
-    """One step, on storages that have values and on blank ones in place of others; its new results by place."""
+    """Carry out one step and return its new results by place. Storages that are not in ``real`` are blank."""
 
     def tensor(view: View) -> Tensor:
         if view.storage in real:
@@ -367,7 +372,7 @@ def _carry_out(step: Step, real: dict[int, torch.UntypedStorage], state: Tensor 
 
 
 def _laid_out(result: Tensor, view: View) -> torch.UntypedStorage:
-    """The storage of ``result``, where it lies as ``view`` says."""
+    """Return a storage with the values of ``result`` laid out as ``view``."""
     if (tuple(result.stride()), result.storage_offset()) != (view.stride, view.offset) or result.dtype != view.dtype:
         storage = torch.empty_strided(view.size, view.stride, dtype=view.dtype)
         result = storage.copy_(result)
@@ -375,9 +380,9 @@ def _laid_out(result: Tensor, view: View) -> torch.UntypedStorage:
 
 
 def _runs(view: View, first: int, count: int, shortest: int) -> Iterator[tuple[int, int, int]]:
-    """Elements [first, first + count) of ``view``: (where a run begins in its storage, its length, what was before).
+    """Yield the runs of elements [first, first + count): (start in the storage, length, elements before it).
 
-    One run with -1 for its beginning where the runs are shorter than ``shortest``.
+    If the runs are shorter than ``shortest``, yields one run that begins at -1.
     """
     if not count:
         return
@@ -405,9 +410,9 @@ def _runs(view: View, first: int, count: int, shortest: int) -> Iterator[tuple[i
 
 
 def _parts(step: Step, made: View, begin: int, end: int) -> list[tuple[View, int, int, int]] | None:
-    """Elements [begin, end) of what a step made, as (tensor that it read, its first element, what was before, count).
+    """Return elements [begin, end) of a step's result as (input, its first element, elements before it, count).
 
-    None where that is no matter of copying.
+    Returns None if the step is not a mere copy.
     """
     name = step.function._schema.name
     order = made.order
@@ -454,7 +459,7 @@ def _described(step: Step) -> str:
 
 
 def _digest(tensor: Tensor) -> str:
-    """Of values that a step was given: equal for equal values."""
+    """Return a digest of an argument's values: equal for equal values."""
     if tensor.is_meta:
         return "meta"
     data = tensor.detach().cpu().contiguous().reshape(-1)
@@ -463,7 +468,7 @@ def _digest(tensor: Tensor) -> str:
 
 @contextmanager
 def _kept_state(*, restore: bool) -> Iterator[None]:
-    """The random state of torch is afterwards what it was before, if ``restore``."""
+    """Restore torch's random state at the end, if ``restore``; otherwise leave it."""
     state = torch.get_rng_state()
     try:
         yield

@@ -1,5 +1,4 @@
-"""The places of bytes (the device, host memory, files on a disk), copies between them, and the optimizer step on the
-host.
+"""Where bytes are stored (device, host memory, disk), copies between these places, and the optimizer step on the host.
 
 tiers                     the tier of each bucket, also for the ratio "auto"
 shard_store               the tensors of one bucket in a tier

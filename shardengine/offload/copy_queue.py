@@ -1,7 +1,7 @@
 """Tensors on their way between the device and host memory, oldest first.
 
-Owns: the order of copies, the host work that follows a copy, the time from which a buffer may be used again. Must not
-know: which tensors are copied, and why.
+Owns: the order of copies, the host work that follows a copy, the moment when a buffer is free again. Must not know:
+which tensors are copied, and why.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ class CopyQueue:
         return self._pool.acquire(length, dtype, on_host=on_host)
 
     def bring(self, source: Tensor) -> tuple[Tensor, Done]:
-        """Begin to copy ``source`` to host memory. Return the buffer, the caller's until ``give``, and the end of the
-        copy."""
+        """Begin to copy ``source`` to host memory.
+
+        Returns the buffer, which is the caller's until ``give``, and the end of the copy.
+        """
         buffer = self.buffer(source.numel(), source.dtype, on_host=True)
         return buffer, self._copies.copy(source, buffer)
 
@@ -61,8 +63,10 @@ class CopyQueue:
             then()
 
     def drop(self) -> None:
-        """After a failure: wait for all copies and discard them. Their buffers do not go back to the pool, nor is
-        ``then`` called."""
+        """After a failure: wait for all copies and discard them.
+
+        Their buffers do not go back to the pool, nor is ``then`` called.
+        """
         for ends, _, _ in self._under_way:
             for end in ends:
                 end.wait_on_host()

@@ -76,8 +76,10 @@ class CPUAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Update every parameter that has a gradient, and return the result of ``closure``. Gradients are not
-        changed."""
+        """Update every parameter that has a gradient, and return the result of ``closure``.
+
+        Gradients are not changed.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -222,7 +224,7 @@ def _converted_state(parameter: Tensor, state: Mapping[str, Any], place: str) ->
 
 
 def _place(groups: list[dict[str, Any]], number: int, position: int) -> str:
-    """Which parameter it is, in words."""
+    """Return the group, position, name and shape of a parameter, for messages."""
     parameter, names = groups[number]["params"][position], groups[number].get("param_names")
     shape = "no shape yet" if is_lazy(parameter) else f"shape {tuple(parameter.shape)}"
     name = f" {names[position]!r}" if names else ""

@@ -48,8 +48,10 @@ def is_direct(file: int) -> bool:
 
 
 def read(file: int, parts: Sequence[memoryview], offset: int, least: int) -> int:
-    """Fill ``parts``, one after the other, until ``least`` bytes are read or the file ends. Return the number of bytes
-    read."""
+    """Fill ``parts``, one after the other, until ``least`` bytes are read or the file ends.
+
+    Returns the number of bytes read.
+    """
     return _move(preadv, file, parts, offset, least)
 
 
@@ -68,8 +70,7 @@ def read_cached(file: int, part: memoryview, offset: int) -> int:
 
 
 def _cached(file: int, offset: int, length: int) -> int:
-    """Return how many of the first bytes of [offset, offset + length) are in the page cache; ``length`` if that is
-    unknown."""
+    """Return how many bytes from ``offset`` on, up to ``length``, are in the page cache; ``length`` if unknown."""
     start = offset // mmap.PAGESIZE * mmap.PAGESIZE
     end = min(offset + length, os.fstat(file).st_size)
     if end <= offset:
@@ -92,7 +93,7 @@ def write(file: int, parts: Sequence[memoryview], offset: int) -> None:
     """Write all of ``parts``, one after the other."""
     total = sum(len(part) for part in parts)
     if _move(pwritev, file, parts, offset, total) < total:
-        raise OSError(errno.EIO, "the system wrote nothing and named no reason")
+        raise OSError(errno.EIO, "write returned 0 bytes without an error")
 
 
 def take_room(file: int, count: int) -> None:
@@ -129,8 +130,10 @@ def memory_of(data: Tensor) -> memoryview:
 def _move(
     call: Callable[[int, list[memoryview], int], int], file: int, parts: Sequence[memoryview], offset: int, least: int
 ) -> int:
-    """Move at least ``least`` bytes, in as many calls as the system needs; fewer if a call moves nothing. Return how
-    many."""
+    """Move at least ``least`` bytes, in as many calls as the system needs; fewer if a call moves nothing.
+
+    Returns how many.
+    """
     done = 0
     while done < least:
         direct = is_direct(file)  # before the call: another thread may switch it off as well

@@ -30,10 +30,10 @@ class _Area(mmap.mmap):
 
 
 def staging(count: int, lock: Callable[[int, int], Callable[[], None] | None] | None = None) -> Tensor:
-    """Return zeros, uint8 [count], that begin at a page, in huge pages if the system has them; raises OSError if none
-    is left.
+    """Return zeros, uint8 [count], that begin at a page, in huge pages if the system has them.
 
-    lock: called with the address and the bytes, returns the function that undoes it, if any.
+    Raises OSError if no memory is left. lock: called with the address and the bytes, returns the function that undoes
+    it, if any.
     """
     if count == 0:
         return torch.empty(0, dtype=torch.uint8)

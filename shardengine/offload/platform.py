@@ -155,8 +155,10 @@ def _page_lock(address: int, size: int) -> Callable[[], None] | None:
 
 
 class Platform:
-    """The operations of ``device`` that the engine uses. On a CPU device memory is host memory, and work is never
-    deferred."""
+    """The operations of ``device`` that the engine uses.
+
+    On a CPU device memory is host memory, and work is never deferred.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -173,8 +175,7 @@ class Platform:
 
     @property
     def alignment(self) -> int:
-        """Bytes: tensors that begin at multiples of it look alike to the device's libraries, which choose kernels by
-        address.
+        """The alignment, in bytes, that makes tensors look alike to libraries which choose kernels by address.
 
         torch reports the alignment of each pointer to cuBLAS, up to 256; on a CPU a cache line matters.
         """
@@ -215,8 +216,10 @@ class Platform:
         return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
 
     def come_home(self, home: torch.cuda.Stream | None) -> None:
-        """Make the stream ``home`` go on after the current one. Call it before you free memory that was allocated on
-        ``home``."""
+        """Make the stream ``home`` go on after the current one.
+
+        Call it before you free memory that was allocated on ``home``.
+        """
         if home is not None:
             home.wait_stream(torch.cuda.current_stream(self.device))
 
@@ -244,8 +247,7 @@ class Platform:
         return staging(count, _page_lock if pinned and self.device.type == "cuda" else None)
 
     def file_in_place_of(self, folder: Path) -> Any:
-        """Return an object with the interface of ``ExtentFile`` to use instead of a file in ``folder``, or None for the
-        file."""
+        """Return an object to use in place of an ``ExtentFile`` in ``folder``, with its interface, or None."""
         return None
 
     def free_bytes(self) -> int:

@@ -75,8 +75,10 @@ class ShardStore(ABC):
 
     @abstractmethod
     def check_in(self, *, changed: bool = True, after: Done = NOW) -> None:
-        """Keep the tensors that were checked out. changed: they were written to · after: the end of a copy that uses
-        them."""
+        """Keep the tensors that were checked out.
+
+        changed: they were written to · after: the end of a copy that uses them.
+        """
 
     @contextmanager
     def checkout(self) -> Iterator[dict[str, Tensor]]:
@@ -93,10 +95,9 @@ class ShardStore(ABC):
 
     @abstractmethod
     def offload(self, *, pinned: bool) -> None:
-        """Move the tensors from the device's memory to the host's until ``reload``; they may not be checked out
-        meanwhile.
+        """Move the tensors from the device's memory to the host's, until ``reload``.
 
-        Does nothing in another tier.
+        They may not be checked out meanwhile. Does nothing in another tier.
         """
 
     @abstractmethod
@@ -110,8 +111,10 @@ class ShardStore(ABC):
 
     @abstractmethod
     def replace_unreadable(self) -> bool:
-        """Replace contents that cannot be read by zeros, before all of it is written. Return whether that was
-        necessary."""
+        """Replace contents that cannot be read by zeros, before all of it is written.
+
+        Returns whether that was necessary.
+        """
 
     @abstractmethod
     def drop(self) -> None:

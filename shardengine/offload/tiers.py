@@ -42,8 +42,10 @@ class Tier(Protocol):
 
 @dataclass(frozen=True)
 class Homes:
-    """The offloaded shards. state: the tier of each offloaded bucket, by index · weights: the tier of sharded
-    weights."""
+    """The offloaded shards.
+
+    state: the tier of each offloaded bucket, by index · weights: the tier of sharded weights.
+    """
 
     state: Mapping[int, Tier] = field(default_factory=dict)
     weights: Tier | None = None
@@ -119,8 +121,7 @@ class Tiers:
         return self._ratio == "auto"
 
     def share(self, free: int) -> None:
-        """Set ``device_memory`` for a ratio "auto" if the config names none: every rank has ``free`` bytes of its
-        device.
+        """Set ``device_memory`` for a ratio "auto", if the config names none: every rank has ``free`` bytes.
 
         The engine fills ``SHARE`` of them, and more only if it does not fit into that with everything offloaded.
         """
@@ -128,8 +129,9 @@ class Tiers:
         self.source = f"{SHARE:.0%} of the {free} that the rank with the least has free; device_memory says otherwise"
 
     def homes(self, lengths: Sequence[int], device_bytes: Callable[[Homes], int]) -> Homes:
-        """Return the offloaded shards. lengths: elements of all buckets · device_bytes: bytes on the device with some
-        homes.
+        """Return the offloaded shards.
+
+        lengths: elements of all buckets · device_bytes: the bytes on the device with some homes.
 
         The buckets whose gradients complete first are offloaded, so that most of their transfers overlap with backward:
         the first ones, up to the bucket that brings their elements nearest to ``ratio`` of all. For "auto" as few as

@@ -104,7 +104,7 @@ class MatrixPlan:
         in_order: dict[int, ParameterSpec] = {}
         for bucket in layout.buckets:
             for rank in range(1 if self.replicated else self.ranks) if chosen else ():
-                first, last = bucket.interval(state, rank)
+                first, last = bucket.interval_of_rank(state, rank)
                 for piece in layout.pieces_within(bucket, (first, last)):
                     if piece.parameter in chosen:
                         in_order.setdefault(piece.parameter, layout.parameters[piece.parameter])

@@ -421,7 +421,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self.arithmetic.begin_step(self.param_groups, self._named(self._reducer.touched))
             for bucket_grad in self._reducer.buckets if self.settings.max_value else ():
                 bucket_grad.clamp(self.settings.max_value * self.gradient_scale)
-            update.begin(self._reducer.touched, factor=self._factor(update), skip=self._skip(), verdict=verdict)
+            update.begin(self._reducer.touched, factor=self._clip_factor(update), skip=self._skip(), verdict=verdict)
             if self.arithmetic.waits and verdict.applied:
                 self._exchange_whole(update)
             step.move(Phase.UPDATING)
@@ -446,7 +446,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             yield bucket_grad.bucket
 
     def _require_known_options(self) -> None:
-        """Raise UsageError if options were changed in a way for which the engine has no memory."""
+        """Raise UsageError if options were changed in a way without memory for it in the engine."""
         if tuple(map(self.arithmetic.family, self.param_groups)) != self._families:
             raise UsageError(
                 "optimizer: use_muon of a group was changed after initialize, expected it to stay",
@@ -929,7 +929,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Return the parameter's label for the norm: 0 if some optimizer group steps it, otherwise None."""
         return 0 if self._layout.parameters[parameter].is_stepped else None
 
-    def _factor(self, update: Update) -> Tensor | None:
+    def _clip_factor(self, update: Update) -> Tensor | None:
         max_norm = self.settings.max_norm if update.max_norm is None else update.max_norm
         if self.norm is None or (not max_norm and self.gradient_scale == 1):
             return None

@@ -298,8 +298,9 @@ def _learn_group(workers: Workers, options: dict[str, Any], advice: str) -> Lear
             )
     if what := _compared(_Trial(workers, options, _sliced), _Trial(workers, options, _sliced, anew=True)):
         raise UsageError(
-            f"optimizer {name}: it keeps something outside of its state and of the options of its groups ({what} came "
-            "out different without it): expected all of it in optimizer.state[parameter] and optimizer.param_groups",
+            f"optimizer {name}: it keeps hidden state outside of optimizer.state and param_groups ({what} changed when "
+            "that was lost), so it can be neither sharded nor saved: expected all of it in "
+            "optimizer.state[parameter] and optimizer.param_groups",
             code="optimizer-keeps-hidden-state",
         )
     return _learnt(workers, options, whole)

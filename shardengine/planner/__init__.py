@@ -12,7 +12,7 @@ dry_engine    some steps of an engine as one rank of many
 no_disk       a file of the tier nvme that keeps nothing
 no_values     tensors that have shapes and no values
 absent_ranks  the answers of the other ranks
-ledger        the storages that are alive at each moment
+ledger        the storages that are alive at each moment, and their sum: the peaks
 layers        layers that are alike, and the needs of more of them
 deep_model    a run of a deep model, by runs of shorter ones
 costs         FLOPs and bytes of an operation

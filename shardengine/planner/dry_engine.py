@@ -418,8 +418,8 @@ def _told() -> Iterator[None]:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise UsageError(
-            f"plan: the model asks for what only data says ({error.func}): expected code whose shapes follow from "
-            "those of its inputs; a mixture of experts of transformers has it with "
+            f"plan: the model's shapes depend on data ({error.func}), so it cannot be planned without running it: "
+            "expected shapes that follow from those of the inputs; a mixture of experts of transformers has it with "
             'experts_implementation="grouped_mm", and a loop over the experts that were chosen has not',
             code="plan-model-needs-data",
         ) from error
@@ -428,9 +428,8 @@ def _told() -> Iterator[None]:
             raise
         told = next(iter(str(error).strip().splitlines()), "without a word")
         raise UsageError(
-            f"plan: the model does not run on tensors without values ({type(error).__name__}: "
-            f"{told}): expected code that trains on a CPU and reads no values, and of "
-            "operations of your own which shapes they give (torch.library.register_fake)",
+            f"plan: the model fails on tensors without data ({type(error).__name__}: {told}): it must run on a CPU and "
+            "must not read values of tensors; register operators of your own with torch.library.register_fake",
             code="plan-model-needs-values",
         ) from error
 

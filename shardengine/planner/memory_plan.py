@@ -213,8 +213,8 @@ def options_of(options: Mapping[str, Any], what: str) -> dict[str, Any]:
     unknown = sorted(options.keys() - {"optimizer", "lr_scheduler"})
     if unknown:
         raise UsageError(
-            f"{what}: expected of initialize's arguments optimizer alone, got {', '.join(unknown)}: the ranks are "
-            "those of hardware, and what is trained are the parameters that require a gradient",
+            f"{what}: expected only `optimizer` of initialize()'s arguments, got {', '.join(unknown)}: the ranks come "
+            "from `hardware`, and all parameters with requires_grad are trained",
             code="plan-option-unsupported",
         )
     return {name: value for name, value in options.items() if name == "optimizer"}

@@ -224,8 +224,8 @@ def _unpack(packed: _Packed) -> Tensor:
         written = stretch.written_meanwhile
     if written:
         raise UsageError(
-            "what a checkpointed block was given has been modified by an inplace operation since, so that its forward "
-            "cannot be computed again: expected a block that leaves its inputs as they are, and so the code after it",
+            "an input of a checkpointed block was modified in place after its forward, so the block cannot be "
+            "recomputed: neither the block nor later code may modify its inputs",
             code="activation-checkpointing-input-changed",
         )
     if stretch is None:

@@ -103,7 +103,7 @@ class _Listener:
         return _Listener, ()
 
 
-def attach_forward_events(schedule: Schedule, module: nn.Module) -> list[RemovableHandle]:
+def attach_root_events(schedule: Schedule, module: nn.Module) -> list[RemovableHandle]:
     """Announce forwards of ``module`` to the schedule, and gradients that reach the tensors that it returned.
 
     It is used if weights rest whole: nothing else listens to forwards then.
@@ -230,7 +230,7 @@ def attach_barrier(module: nn.Module, refuse: Callable[[], None]) -> list[Remova
     return handles
 
 
-def attach_weights(schedule: Schedule, root: nn.Module, units: Mapping[nn.Module, int]) -> list[RemovableHandle]:
+def attach_unit_events(schedule: Schedule, root: nn.Module, units: Mapping[nn.Module, int]) -> list[RemovableHandle]:
     """Announce the forwards and backwards of ``units`` (module → index) and of every module around them."""
     handles: list[RemovableHandle] = []
     inside = {id(child) for unit in units for child in unit.modules() if child is not unit}

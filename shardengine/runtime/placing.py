@@ -205,7 +205,7 @@ class _BufferFilling:
             self._shard_from(bucket, source)
             return
         full, layout = self._values_of(bucket), bucket.layout
-        interval = layout.interval(Placement.SHARDED, bucket.rank)
+        interval = layout.interval_of_rank(Placement.SHARDED, bucket.rank)
         for piece in self._layout.pieces_within(layout, interval):
             parameter, spec = self._by_index[piece.parameter].parameter, self._layout.parameters[piece.parameter]
             target = full[piece.start - layout.start : piece.end - layout.start]
@@ -223,7 +223,7 @@ class _BufferFilling:
     def _shard_from(self, bucket: Bucket, source: Source) -> None:
         """Fill this rank's part of a bucket in its place at rest, without touching the bucket's full length."""
         layout, flat_buffer = bucket.layout, bucket.flat_buffer
-        first, last = layout.interval(self._weights, bucket.rank)
+        first, last = layout.interval_of_rank(self._weights, bucket.rank)
         dtype = torch.float32 if self._masters else bucket.full.dtype
         own, end = torch.empty(last - first, dtype=dtype, device=bucket.full.device), first
         master = master_dtype_of(bucket, self._which)
@@ -295,18 +295,18 @@ def _gathered(bucket: LeftBucket, rank: int, collectives: Collectives) -> Tensor
     left, placement, values, replicas = bucket.layout, bucket.placement, bucket.values, collectives.mesh.replicas
     layout = left
     if placement.sharded_over is not None and left.replicas != replicas:
-        first, (start, end) = left.interval(placement, rank)[0], left.interval(Placement.SHARDED, rank)
+        first, (start, end) = left.interval_of_rank(placement, rank)[0], left.interval_of_rank(Placement.SHARDED, rank)
         layout, placement = replace(left, replicas=replicas), Placement.SHARDED
         values = values[start - first : end - first]
     whole = torch.empty(layout.length, dtype=values.dtype, device=collectives.mesh.device)
-    start, end = (edge - layout.start for edge in layout.interval(placement, rank))
+    start, end = (edge - layout.start for edge in layout.interval_of_rank(placement, rank))
     whole[start:end].copy_(values)
     collectives.move(whole, placement, Placement.REPLICATED, layout, Purpose.START).wait()
     if layout is left:
         return whole
     slices = whole.split(layout.slice_length)
-    order = sorted(range(layout.ranks), key=partial(left.slice_number, Placement.SHARDED))
-    return torch.cat([slices[layout.slice_number(Placement.SHARDED, each)] for each in order])
+    order = sorted(range(layout.ranks), key=partial(left.slice_number_of_rank, Placement.SHARDED))
+    return torch.cat([slices[layout.slice_number_of_rank(Placement.SHARDED, each)] for each in order])
 
 
 def _show_outside(left: LeftShards, outside: Iterable[nn.Parameter], collectives: Collectives) -> None:

@@ -287,7 +287,7 @@ class Schedule:
             if hold.calls:
                 hold.finish(set(hold.calls))
                 hold.silent.clear()
-                self._reshard_unless_held(unit.index)
+                self._reshard_then_prefetch(unit.index)
 
     def post_forward_root(self, module: object, views: Sequence[Tensor]) -> bool:
         """End the forward of ``module``; return whether it was the outermost one.
@@ -358,7 +358,7 @@ class Schedule:
             self._end_wait(but=index)
             self.turn.waiting = index
         else:
-            self._reshard_unless_held(index)
+            self._reshard_then_prefetch(index)
 
     def weight_read(self, index: int) -> bool:
         """Handle a read of a weight of unit ``index``. Return whether it is in a forward, but outside of the unit's.
@@ -510,7 +510,7 @@ class Schedule:
                 self.recorded.note(What.CLOSE, call.unit)
                 self._reducer.end_unit(call.unit)
         if not self._calls.is_followed(call):
-            self._reshard_unless_held(call.unit)
+            self._reshard_then_prefetch(call.unit)
 
     def _may_grow(self, call: UnitCall) -> bool:
         """Whether the backward of an earlier forward, in this run, may still bring gradients of the unit."""
@@ -574,9 +574,9 @@ class Schedule:
         whole = unit.state is UnshardState.UNSHARDED or unit.is_summoned(parameter)
         if unit.was_summoned and not whole and not self._holds[unit.index].forward_only:
             raise UsageError(
-                f"parameter {unit.name_of(parameter)!r} of unit {unit.name!r} received a gradient while its weights "
-                "were sharded, so the gradient was computed from NaN: expected its use inside a forward of the model, "
-                "or the backward of a loss on parameters inside the same `with engine.full_params():` as the loss",
+                f"parameter {unit.name_of(parameter)!r} of unit {unit.name!r} was used outside of the model's forward "
+                "while its weights were sharded, so its gradient is NaN: use it inside the forward, or inside "
+                "`with engine.full_params():` together with the backward of its loss",
                 code="grad-of-sharded-weights",
             )
         self._reducer.on_gradient(parameter, gradient)
@@ -843,15 +843,15 @@ class Schedule:
         """Reshard the waiting unit if it is not ``but``, because another unit is needed."""
         waiting = self.turn.take()
         if waiting is not None and waiting != but:
-            self._reshard(waiting)
+            self._reshard_unless_held(waiting)
 
-    def _reshard_unless_held(self, index: int) -> None:
+    def _reshard_then_prefetch(self, index: int) -> None:
         """Reshard unit ``index`` unless something holds it; then use the room to unshard ahead."""
-        if self._reshard(index):
+        if self._reshard_unless_held(index):
             self._note(What.AHEAD)
             self._prefetch()
 
-    def _reshard(self, index: int) -> bool:
+    def _reshard_unless_held(self, index: int) -> bool:
         unit, hold = self.units[index], self._holds[index]
         if hold.depth or hold.calls or hold.kept or hold.lent or unit.state is not UnshardState.UNSHARDED:
             return False

@@ -100,7 +100,7 @@ class Bucket:
         self.weight_placement = weight_placement
         self.weight_store: ShardStore | None = None
         self.kept_inside: Tensor | None = None
-        self.own = {each: layout.interval(each, rank) for each in Placement}
+        self.own = {each: layout.interval_of_rank(each, rank) for each in Placement}
         """This rank's elements at each placement: [first, end) in the flat buffer."""
 
     @property
@@ -406,7 +406,7 @@ class FlatBuffer:
         self.device = platform.device
         self.homes = homes
         self.offloaded: Tensor | None = None
-        self._build()
+        self._allocate_views()
         self.buckets = [Bucket(b, self, rank, self.new_state_store(b.index), state, rests) for b in layout.buckets]
         self.poisons = [poison(dtype, spec.shape, self.device) for spec in specs]
         self._hidden_names = [f"parameter {spec.name!r} (rank {rank})" for spec in specs]
@@ -419,7 +419,7 @@ class FlatBuffer:
         """An empty store in the tier where bucket ``index`` keeps master weights and optimizer state."""
         return self.homes.state[index].store() if index in self.homes.state else MemoryStore(self.platform)
 
-    def _build(self) -> None:
+    def _allocate_views(self) -> None:
         self._home = self.platform.here()
         with torch.inference_mode(False):
             self.flat = torch.empty(self.layout.length, dtype=self.dtype, device=self.device)
@@ -475,7 +475,7 @@ class FlatBuffer:
                 return
             except RuntimeError:
                 pass  # Tensor.numpy() on any view makes a storage non-resizable for good
-        self._build()
+        self._allocate_views()
         self._cut()
         self.flat.untyped_storage().resize_(0)
 
@@ -492,7 +492,7 @@ class FlatBuffer:
     def relocate(self) -> None:
         """Copy the contents to a new storage; the old one belongs to whoever still holds it."""
         before, home = self.flat, self._home
-        self._build()
+        self._allocate_views()
         self.flat.copy_(before)
         self._cut()
         self.platform.come_home(home)
@@ -523,7 +523,7 @@ class FlatBuffer:
             if bucket.weight_store is not None:
                 bucket.weight_store.reload()
         if self.offloaded is not None:
-            self._build()
+            self._allocate_views()
             self.flat.copy_(self.offloaded)
             self._cut()
             self.offloaded = None

@@ -171,9 +171,9 @@ class BucketLayout:
         """The whole bucket, in coordinates of the flat buffer."""
         return self.start, self.end
 
-    def interval(self, placement: Placement, rank: int) -> tuple[int, int]:
+    def interval_of_rank(self, placement: Placement, rank: int) -> tuple[int, int]:
         """The elements that ``rank`` holds of a tensor with ``placement``, in coordinates of the flat buffer."""
-        return self.slice_at(placement, self.slice_number(placement, rank))
+        return self.slice_at(placement, self.slice_number_of_rank(placement, rank))
 
     def slice_at(self, placement: Placement, number: int) -> tuple[int, int]:
         """Slice ``number``, counted in the order of the elements, in coordinates of the flat buffer."""
@@ -181,7 +181,7 @@ class BucketLayout:
         first = self.start + number * length
         return first, first + length
 
-    def slice_number(self, placement: Placement, rank: int) -> int:
+    def slice_number_of_rank(self, placement: Placement, rank: int) -> int:
         """The number of the slice that ``rank`` holds, counted in the order of the elements."""
         group, place = divmod(rank, self.ranks // self.replicas)
         return {Axis.ALL: place * self.replicas + group, Axis.INSIDE: place, None: 0}[placement.sharded_over]

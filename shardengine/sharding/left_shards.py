@@ -120,7 +120,7 @@ class LeftShards:
 
     def check(self, model: nn.Module, rank: int, ranks: int, platform: Platform) -> None:
         """Raise ``UsageError`` if an engine of ``model`` cannot take this over."""
-        anew = "build the model anew, and load a checkpoint with engine.load_checkpoint(dir)"
+        anew = "build a new model, and load a checkpoint with engine.load_checkpoint(dir)"
         same = (rank, ranks) == (self.rank, self.ranks)
         if not self._hides and (self._begun or not same):
             self.end(model)  # the weights are there
@@ -131,7 +131,8 @@ class LeftShards:
             )
         if self._hides and self._begun:
             raise UsageError(
-                f"a start that failed has taken over a part of what close(restore=False) left: {anew}",
+                "an earlier initialize() failed after it took over part of the shards that close(restore=False) "
+                f"left: {anew}",
                 code="close-unrestored-partly-taken",
             )
         if not self._hides:

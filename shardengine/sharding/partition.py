@@ -496,9 +496,10 @@ def check_max_norm(model: nn.Module, ranks: int) -> None:
             continue
         if module.weight.requires_grad:
             raise UsageError(
-                f"module {name!r} has max_norm={module.max_norm:g}: its forward shortens the rows that a rank looks "
-                f"up, which are others on each of the {ranks} ranks, so that weights would differ; set max_norm=None, "
-                "and shorten rows between steps inside `with engine.full_params(writable=True):`",
+                f"module {name!r} has max_norm={module.max_norm:g}, which renormalises the rows that a rank looks up, "
+                "so "
+                f"the weights of the {ranks} ranks would diverge: set max_norm=None, and renormalise between steps "
+                "inside `with engine.full_params(writable=True):`",
                 code="model-embedding-max-norm",
             )
 

@@ -8,7 +8,7 @@
     3       S                       S                        S                                 S
 
 R replicated, S sharded, P partial: full size, still to be summed over the ranks. From row to row exactly one letter
-falls to S. On a hybrid mesh there is a letter for each axis, inside of a shard group and across the groups:
+changes to S. On a hybrid mesh there is a letter for each axis, inside of a shard group and across the groups:
 
     stage     weights after forward   weights after backward   gradients between micro-batches   master weights + state
     1 hybrid  R                       R                        P                                 SR
@@ -17,7 +17,7 @@ falls to S. On a hybrid mesh there is a letter for each axis, inside of a shard 
     3 hybrid  SR                      SR                       SP                                SR
     3 hpZ     SR                      S                        S                                 S
 
-placement           the letters, and which collectives move a bucket from one to another
+placement           the letters, and the collectives that move a bucket from one to another
 stage               the record: its letters, the formulas that follow from them
 stage0 … stage3     the rows; stage3_keep is 3k, stage3_hpz 3 hpZ
 hybrid              from a row to that of a hybrid mesh
@@ -49,9 +49,9 @@ _GRADIENT_LETTER = {"full": Placement.PARTIAL, "sharded": Placement.SHARDED}
 
 
 def select(config: Config, replicas: int = 1) -> Stage:
-    """The record that ``config`` asks for, its third letter overridden where ``gradient_accumulation`` says so.
+    """Return the record that ``config`` asks for; ``gradient_accumulation``, if set, overrides its third letter.
 
-    replicas: shard groups of the mesh; more than one: it is hybrid.
+    replicas: the number of shard groups of the mesh; with more than one the mesh is hybrid.
     """
     zero = config.zero_optimization
     name = str(zero.stage) if zero.stage != 3 or zero.stage3_reshard_after_forward else STAGE3_KEEP.name

@@ -1,8 +1,8 @@
 """Hybrid sharding (HSDP, MiCS): sharded inside of a shard group, replicated across the groups.
 
-Every S of a stage becomes SR, so that weights are gathered inside of the group alone; gradients are summed inside of
-it for each micro-batch (SP), and across the groups once per step. Memory as with the stage on the ranks of one group.
-Use it when a group's memory is enough and the network between the groups is slow.
+Every S of a stage becomes SR, so that weights are gathered only inside of the group. Gradients are summed inside of it
+for each micro-batch (SP), and across the groups once per step. The memory is that of the stage on the ranks of one
+group. Use it when a group's memory is enough and the network between the groups is slow.
 """
 
 from dataclasses import replace
@@ -12,7 +12,7 @@ from shardengine.stages.stage import Stage
 
 
 def hybrid(stage: Stage) -> Stage:
-    """``stage`` inside of each shard group, the groups being replicas of each other."""
+    """Return ``stage`` inside of each shard group, the groups being replicas of each other."""
     inside = {
         Placement.SHARDED: Placement.SHARDED_INSIDE,
         Placement.REPLICATED: Placement.REPLICATED,

@@ -1,4 +1,4 @@
-"""Where a bucket rests, and what it costs to move it.
+"""The placements of a bucket, and the cost of moving it between them.
 
 Owns the placements and the transition table. Knows no tensors, no groups, no stages.
 
@@ -6,7 +6,7 @@ A placement has a letter for each axis of the mesh: inside of a shard group, and
 of each other. A mesh that is not hybrid has one group of all ranks, and nothing is across. R: the same on all ranks, S:
 each rank its own slice, P: still to be summed over the ranks. One letter stands for both axes.
 
-    from → to    operation        axes            who holds what afterwards
+    from → to    operation        axes            contents of each rank afterwards
     S → R        all-gather       across, inside  every rank the whole bucket
     S → SR       all-gather       across          every rank its group's slice
     SR → R       all-gather       inside          every rank the whole bucket
@@ -27,7 +27,7 @@ from shardengine.errors import InternalError
 
 
 class Axis(enum.StrEnum):
-    """Of a mesh. ALL: both of them."""
+    """An axis of a mesh. ALL: both of them."""
 
     ALL = "all"
     INSIDE = "inside"
@@ -35,12 +35,12 @@ class Axis(enum.StrEnum):
 
 
 class Placement(enum.Enum):
-    """How the elements of a bucket are spread over the ranks; the value is the letters, inside first."""
+    """The distribution of a bucket's elements over the ranks; the value is the letters, inside first."""
 
     REPLICATED = "R"  #: every rank holds the same full-size tensor
     SHARDED = "S"  #: every rank holds its own slice
     PARTIAL = "P"  #: every rank holds a full-size tensor that still has to be summed over ranks
-    SHARDED_INSIDE = "SR"  #: a slice for each rank of a shard group, the same in all groups
+    SHARDED_INSIDE = "SR"  #: a slice for each rank of a shard group, the same in every group
     PARTIAL_ACROSS = "SP"  #: a slice for each rank of a shard group, still to be summed over the groups
 
     def __init__(self, letters: str) -> None:
@@ -55,16 +55,16 @@ class Placement(enum.Enum):
     __hash__ = object.__hash__  # members are singletons; the hash of their names is slower
 
     def slices(self, ranks: int, replicas: int = 1) -> int:
-        """Into how many slices the full size is cut. replicas: shard groups of the ``ranks``."""
+        """Return the number of slices of the full size. replicas: shard groups of the ``ranks``."""
         return {Axis.ALL: ranks, Axis.INSIDE: ranks // replicas, None: 1}[self.sharded_over]
 
     def fraction(self, ranks: int, replicas: int = 1) -> float:
-        """Part of the full size that one rank holds."""
+        """Return the part of the full size that one rank holds."""
         return 1 / self.slices(ranks, replicas)
 
 
 class Operation(enum.Enum):
-    """What moves a bucket from one placement to another."""
+    """The operation that moves a bucket from one placement to another."""
 
     NOTHING = "nothing"
     ALL_GATHER = "all-gather"
@@ -100,16 +100,16 @@ def _transition(source: Placement, target: Placement) -> tuple[Operation, tuple[
 
 
 def operation(source: Placement, target: Placement) -> Operation:
-    """The operation that moves a bucket from ``source`` to ``target``; ``InternalError`` where there is none."""
+    """Return the operation that moves a bucket from ``source`` to ``target``. Raises InternalError if there is none."""
     return _transition(source, target)[0]
 
 
 def axes(source: Placement, target: Placement) -> Sequence[Axis]:
-    """The axes along which it is carried out, in order; () where nothing is sent, or by two operations."""
+    """Return the axes of the operation, in order; () if nothing is sent, or if it consists of two operations."""
     return _transition(source, target)[1]
 
 
 def wire_fraction(op: Operation, ranks: int) -> float:
-    """Bytes that one rank sends for ``op``, as a multiple of the bucket's full size: (N-1)/N per pass over the ring."""
+    """Return the bytes that one rank sends for ``op`` per byte of the bucket: (N-1)/N per pass over the ring."""
     passes = {Operation.ALL_GATHER: 1, Operation.REDUCE_SCATTER: 1, Operation.ALL_REDUCE: 2}.get(op, 0)
     return passes * (ranks - 1) / ranks

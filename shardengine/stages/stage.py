@@ -1,4 +1,4 @@
-"""The record that *is* a stage: four placements, and what follows from them.
+"""The record that *is* a stage: four placements and their consequences.
 
 Owns the ``Stage`` record and its formulas (memory, bytes on the wire). Knows no torch, no bucket, no stage by number:
 everything here is derived from the letters, so that a new row of the table is a new record and nothing else.
@@ -14,20 +14,20 @@ from shardengine.errors import InternalError
 from shardengine.stages.placement import Axis, Operation, Placement, axes, operation, wire_fraction
 
 _SIZES = (Placement.SHARDED, Placement.SHARDED_INSIDE, Placement.REPLICATED)
-"""Where weights and states may rest, the smallest part first."""
+"""The possible placements of resting weights and states, the smallest part first."""
 
 
 @dataclass(frozen=True)
 class Volume:
-    """Elements that travel in one step. Padding is counted: it is part of every bucket.
+    """Elements that are sent in one step. Padding is counted: it is part of every bucket.
 
     trainable: elements with a gradient · twice: elements of units that are needed in forward and, after others, in
-    backward again · once: of the root, of the unit with which forward ends and backward begins, and of those whose
-    backward does not read them (embeddings). Both with frozen ones · message: bytes per element of what a communication
-    hook sends in a reduction, coded: of weights that are gathered from where they rest; None: they travel as they are ·
-    brought: a reduction ends with a gather of such messages, so that all ranks have the whole sum of a micro-batch ·
-    apart: each shard group steps with its own gradient; exchanges: which is the mean with another group's · averaged:
-    bytes per trainable element of what groups are averaged of after the step.
+    backward again · once: elements of the root, of the unit that ends forward and begins backward, and of those whose
+    backward does not read them (embeddings). Both include frozen ones · message: bytes per element that a communication
+    hook sends in a reduction, coded: bytes per element of weights that are gathered from rest; None: they are sent in
+    their own dtype · brought: a reduction ends with a gather of such messages, so that all ranks have the whole sum of
+    a micro-batch · exchanges: each group steps with the mean of its own gradient and another group's · averaged: bytes
+    per trainable element that groups average after the step.
     """
 
     trainable: int
@@ -37,21 +37,22 @@ class Volume:
     coded: float | None = None
     brought: bool = False
     apart: bool = False
+    """Whether each shard group steps with its own gradient."""
     exchanges: bool = False
     averaged: float = 0
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One row of the stage table: where weights, gradients and optimizer state rest.
+    """One row of the stage table: the placements of weights, gradients and optimizer state at rest.
 
-    ``state`` stands for master weights and optimizer state together. ``gradients`` is where a gradient rests between
-    two micro-batches; it is also the order of summation (PARTIAL: micro-batches, then ranks; SHARDED: the reverse;
-    PARTIAL_ACROSS: the ranks of a shard group, micro-batches, groups).
+    ``state`` stands for master weights and optimizer state together. ``gradients`` is the placement of a gradient
+    between two micro-batches; it is also the order of summation (PARTIAL: micro-batches, then ranks; SHARDED: the
+    reverse; PARTIAL_ACROSS: the ranks of a shard group, micro-batches, groups).
 
-    Letters that go together: weights and state are S, SR or R, gradients P, SP or S. Weights that are
-    sharded after backward are stepped where they rest, and after backward no more of them rests than after forward.
-    Others raise InternalError.
+    Allowed letters: weights and state are S, SR or R, gradients P, SP or S. Weights that are sharded after backward are
+    stepped as the slices that rest, and after backward no more of them rests than after forward. Others raise
+    InternalError.
     """
 
     name: str
@@ -89,13 +90,15 @@ class Stage:
 
     @cached_property
     def reshards_after_forward(self) -> bool:
-        """Whether a unit gives its weights back between its forward and its backward."""
+        """Whether a unit frees its whole weights between its forward and its backward."""
         return self.weights_after_forward.sharded_over is not None
 
     @cached_property
     def keeps_inside_after_forward(self) -> bool:
-        """Whether a rank keeps more of a unit from its forward to its backward than rests with it: its group's slice,
-        so that the gather for backward stays inside of the group."""
+        """Whether a rank keeps its group's slice of a unit from forward to backward, which is more than rests with it.
+
+        So the gather for backward stays inside of the group.
+        """
         return self.reshards_after_forward and self.weights_after_forward is not self.weights_after_backward
 
     @cached_property
@@ -129,7 +132,7 @@ class Stage:
         frozen: float = 0,
         replicas: int = 1,
     ) -> float:
-        """Bytes of model state per rank at rest.
+        """Return the bytes of model state per rank at rest.
 
         trainable, frozen: elements · weight, gradient, state: bytes per element · replicas: shard groups. In fp32
         training the master weight *is* the weight (4 + 4 + 8 for Adam); in mixed precision 2 + 2 + 12. Source: ZeRO,
@@ -150,9 +153,9 @@ class Stage:
         nodes: int = 1,
         partial: float = 4,
     ) -> float:
-        """Bytes that one rank sends per optimizer step; the lower bound for this stage's placements.
+        """Return the bytes that one rank sends per optimizer step: the lower bound for this stage's placements.
 
-        The sum of ``bytes_by_axis``, see there.
+        It is the sum of ``bytes_by_axis``, which describes the arguments.
         """
         sizes = {"weight": weight, "gradient": gradient, "partial": partial}
         by_axis = self.bytes_by_axis(volume, ranks, micro_batches=micro_batches, nodes=nodes, **sizes)
@@ -169,11 +172,11 @@ class Stage:
         nodes: int = 1,
         partial: float = 4,
     ) -> dict[Axis, float]:
-        """Bytes that one rank sends per optimizer step inside of its shard group and across the groups.
+        """Return the bytes that one rank sends per optimizer step inside of its shard group and across the groups.
 
-        nodes: shard groups; of a stage that is not hybrid, nodes inside of which gradients are added first, where that
-        is done, and what is across lies between them · partial: bytes per element of a sum that travels across. Control
-        traffic (norm, used-flags), buffers and ``no_sync`` are not in it. Source: ZeRO, section 7.
+        nodes: the number of shard groups; for a stage that is not hybrid, the number of nodes, if gradients are added
+        inside of nodes first, and "across" then means between nodes · partial: bytes per element of a sum that is sent
+        across. Control traffic (norm, used-flags), buffers and ``no_sync`` are not included. Source: ZeRO, section 7.
         """
         message, coded = volume.message, volume.coded
         replicas = nodes if self.is_hybrid else 1

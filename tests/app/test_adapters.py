@@ -25,6 +25,7 @@ from tests.app import tiny_chat
 from tests.app.test_resume import Pools, config, curve, refused, run, tags
 from tests.app.test_train import start
 from tests.support import HANG_S
+from tests.support.raising import raises
 
 LORA = "r=4,alpha=8,dropout=0.1,targets=q_proj+v_proj"
 
@@ -78,13 +79,11 @@ peft = pytest.importorskip("peft")
 
 def test_targets_that_are_not_there(tmp_path: Path):
     model = tiny_chat.make_model()
-    with pytest.raises(
-        UsageError, match="no module of LlamaForCausalLM is called q_porj; expected all-linear, or names"
-    ):
+    with raises("lora-target-unknown", "LlamaForCausalLM", "q_porj", "all-linear"):
         adapters.attach(model, parse("targets=v_proj+q_porj"))  # peft itself is content with one that matches
-    with pytest.raises(UsageError, match="targets=norm: Target module LlamaRMSNorm"):
+    with raises("lora-targets-refused", "norm", "Target module LlamaRMSNorm"):
         adapters.attach(model, parse("targets=norm"))
-    with pytest.raises(UsageError, match=r"no module .* called proj; .* out of down_proj, gate_proj, k_proj, lm_head"):
+    with raises("lora-target-unknown", "proj", "down_proj, gate_proj, k_proj, lm_head"):
         adapters.check(str(tiny_chat.save(tmp_path)), parse("targets=proj"))
     fresh = tiny_chat.make_model()
     fresh.config = type("NewConfig", (type(model.config),), {"model_type": "new"})(**model.config.to_dict())

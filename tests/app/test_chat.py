@@ -14,6 +14,7 @@ from shardengine.errors import UsageError
 from tests.app import tiny_chat
 from tests.app.test_jsonl import write
 from tests.app.tiny_chat import MARKED, PLAIN, make_tokenizer, turns
+from tests.support.raising import raises
 
 pytest.importorskip("transformers")
 SYSTEM = {"role": "system", "content": "Be short."}
@@ -144,9 +145,7 @@ def test_the_last_answer_may_be_written_differently():
 def test_a_token_that_holds_the_header_and_the_answer_is_refused():
     template = PLAIN.replace("<|{{ message.role }}|>", "{{ message.role }}:").replace("<|assistant|>", "assistant:")
     tokenizer = make_tokenizer(template, merges=((":", "b"),))
-    with pytest.raises(
-        UsageError, match="message 2: the tokens of the conversation before this turn are not the first"
-    ):
+    with raises("tokenizer-chat-template-not-prefix", "message 2", "conversation before this turn"):
         Chat(tokenizer).encode(row(turns("a", "b")), "here")
     assert learnt(tokenizer, turns("a", "c")) == ["c</s>"]
 
@@ -173,11 +172,9 @@ def test_long_conversations_are_cut_or_left_out_as_asked(tmp_path: Path):
     ]
     left = blocks(path, 8, too_long="drop")
     assert (len(left.training), len(left.validation), left.truncated, left.dropped) == (19, 1, 0, 20)
-    with pytest.raises(
-        UsageError, match="line 1: nothing that the assistant says fits: the prompt has 4 tokens, a row 4"
-    ):
+    with raises("data-prompt-too-long", "line 1", "that the assistant says", "has 4"):
         blocks(path, 4)
-    with pytest.raises(UsageError, match="all 38 of its training part are longer than 4 tokens, and --too-long drop"):
+    with raises("data-all-lines-too-long", "all 38", "training part", "than 4"):
         blocks(path, 4, too_long="drop")
 
 
@@ -192,5 +189,5 @@ def test_a_held_out_file_of_another_form(tmp_path: Path):
     found = blocks(text.rename(tmp_path / "t.txt"), 8, held_out=str(path))
     assert found.validation.attention_mask is not None and len(found.validation) == 20
     (tmp_path / "one.txt").write_text("a", encoding="utf-8")
-    with pytest.raises(UsageError, match=r"--eval .*one.txt: it is shorter than two tokens; bring more text$"):
+    with raises("data-too-short", "--eval", "it", "two tokens"):
         blocks(path, 8, held_out=str(tmp_path / "one.txt"))

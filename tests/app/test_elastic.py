@@ -24,9 +24,10 @@ from shardengine.app.cli import main
 from shardengine.app.restarts import Decision, Restarts, death
 from shardengine.comm import RankFailure
 from shardengine.config.load import load_config
-from shardengine.errors import CommunicationError, ConfigError, UsageError
+from shardengine.errors import CommunicationError, ConfigError
 from tests.app.test_resume import config, curve, made, on_rank, tag, tags, tiny  # noqa: F401
 from tests.app.test_train import numbered
+from tests.support.raising import raises
 from tests.support.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -69,7 +70,7 @@ def test_the_accumulation_follows_the_ranks(tmp_path: Path):
         assert (now.train_batch_size, now.train_micro_batch_size_per_gpu) == (24, 2)
         assert now.gradient_accumulation_steps == 12 // ranks
     for ranks in (5, 8, 24):
-        with pytest.raises(UsageError, match=r"24 is no multiple of 2 \* \d+. Expected .*: 1, 2, 3, 4, 6, 12$"):
+        with raises("resume-ranks-do-not-divide", "24", "of 2", "1, 2, 3, 4, 6, 12"):
             settings.keep_batch(before, ranks)
 
 

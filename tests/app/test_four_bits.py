@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from shardengine.app import adapters, four_bits
 from shardengine.app.cli import main
-from shardengine.errors import UsageError
 from shardengine.sharding import inner
 from tests.app.test_resume import EXAMPLES, curve, run
+from tests.support.raising import raises
 from tests.support.ranks import RankPool
 
 pytest.importorskip("peft")
@@ -126,7 +126,7 @@ def test_without_values_it_has_the_shapes_that_it_has_with_them(base: Path, dtyp
 def test_what_cannot_be_packed_is_said(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(UsageError, match=r"bits=8: expected 4, or no bits= for a base as its files have it"):
+    with raises("lora-value-invalid", "bits", "8", "4, or no bits= for a base as its files have it"):
         adapters.parse("bits=8")
     packed = tmp_path / "packed"
     four_bits.load(str(base), torch.float32, torch.device("cpu")).save_pretrained(packed)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shardengine.app import hub_data, jsonl, reading, settings
-from shardengine.errors import UsageError
+from tests.support.raising import raises
 
 datasets = pytest.importorskip("datasets")
 
@@ -56,16 +56,16 @@ def test_the_form_that_is_learnt_best_is_taken(hub: dict[Any, Any]) -> None:
 
 def test_what_cannot_be_used_is_said(hub: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     hub["a/b", "train"] = [{"question": "hm?", "answer": "yes"}]
-    with pytest.raises(UsageError, match=r'--data a/b: has the columns answer, question; expected \{"text"'):
+    with raises("data-form-unknown", "--data", "a/b", "answer, question", 'expected {"text"'):
         hub_data.read("a/b")
-    with pytest.raises(UsageError, match=r"a/b:dev: expected a file, or .* split dev: ValueError: Unknown split"):
+    with raises("data-hub-not-loadable", "a/b:dev", "dev", "ValueError", "Unknown split"):
         hub_data.read("a/b:dev")
     hub["a/c", "train"] = [{"text": "words"}, {"text": " "}]
-    with pytest.raises(UsageError, match=r'--eval a/c, row 2: "text" is empty'):
+    with raises("data-nothing-to-learn", "--eval a/c, row 2", "text"):
         hub_data.read("a/c", "--eval")
     own = builtins.__import__
     monkeypatch.setattr(
         builtins, "__import__", lambda name, *rest: own(name if name != "datasets" else "nothing_of_it", *rest)
     )
-    with pytest.raises(UsageError, match=r"--data a/b: no such file is there; .* pip install datasets"):
+    with raises("data-hub-not-installed", "--data", "a/b"):
         hub_data.read("a/b")

@@ -14,6 +14,7 @@ from shardengine.app.cli import main
 from shardengine.errors import UsageError
 from tests.app.test_resume import run
 from tests.app.test_train import CLOSE, tiny
+from tests.support.raising import raises
 from tests.support.ranks import RankPool
 
 __all__ = ["tiny"]  # a fixture
@@ -72,9 +73,9 @@ def test_errors_name_the_file_and_the_line(line: object, message: str, tmp_path:
 
 
 def test_an_empty_file_and_an_empty_text(tmp_path: Path):
-    with pytest.raises(UsageError, match="is empty; expected"):
+    with raises("data-empty", "expected"):
         jsonl.read(write(tmp_path, "", " "))
-    with pytest.raises(UsageError, match='line 1: "text" is empty'):
+    with raises("data-nothing-to-learn", "line 1", "text"):
         jsonl.read(write(tmp_path, {"text": ""}))
 
 
@@ -108,7 +109,7 @@ def test_the_command_finds_a_bad_line_before_ranks_start(tmp_path: Path, capsys:
     assert main(["train", "--config", str(ROOT / "configs" / "demo.json"), "--data", path]) == 2
     assert f"{path}, line 2: is not JSON" in capsys.readouterr().err
     (tmp_path / "latin.jsonl").write_bytes(b'{"text": "caf\xe9"}')
-    with pytest.raises(UsageError, match="byte 13 is not"):
+    with raises("data-not-utf8", "byte 13"):
         settings.check_data(str(tmp_path / "latin.jsonl"))
 
 
@@ -124,9 +125,9 @@ def test_documents_are_joined_with_the_end_of_text_token_and_packed(tmp_path: Pa
     assert torch.equal(blocks.training.labels, blocks.training.input_ids)
     blocks = reading.load_blocks(path, encode, 3, END)
     assert blocks.training.input_ids.flatten().tolist() == ([97, 98, 99, END] * 19)[:75]
-    with pytest.raises(UsageError, match="validation part is shorter than one block of 5"):
+    with raises("data-too-short", "validation part", "one block of 5"):
         reading.load_blocks(path, encode, 5, END)
-    with pytest.raises(UsageError, match="end-of-text token"):
+    with raises("tokenizer-without-end-token"):
         reading.load_blocks(path, encode, 4)
 
 
@@ -172,7 +173,7 @@ def test_an_example_whose_completion_would_vanish_is_refused(prompt: int, begin:
 
 
 def test_one_example_is_too_few(tmp_path: Path):
-    with pytest.raises(UsageError, match="has one example, expected at least two"):
+    with raises("data-too-small-to-split"):
         reading.load_blocks(write(tmp_path, GOOD), encode, 8, END)
 
 

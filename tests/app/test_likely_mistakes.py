@@ -110,7 +110,7 @@ SCRIPTS: dict[Callable[[], None], str] = {
     mistyped_key: 'zero_optimisation: unknown key; the nearest valid key is "zero_optimization"',
     a_number_as_a_text: 'optimizer.params.lr: expected a number >= 0, got the string "1e-3"',
     an_optimizer_twice: '"optimizer" (AdamW) as well: the argument counts, with its own options; leave one of them out',
-    an_optimizer_of_its_own: "engine.optimizer is the optimizer that steps",
+    an_optimizer_of_its_own: "engine.optimizer",
     steps_twice: "A loop that calls optimizer.step() calls no engine.step(), because either makes the whole step",
     batches_of_another_size: "train_micro_batch_size_per_gpu is 8, and no tensor of the first batch has a dimension of",
     an_input_on_another_device: "engine.device",

@@ -28,6 +28,7 @@ from shardengine.app.cli import main
 from shardengine.errors import UsageError
 from tests.app.test_train import CORPUS, start
 from tests.support import HANG_S
+from tests.support.raising import raises
 from tests.support.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -285,7 +286,7 @@ def test_contradictions_are_found_by_name_before_ranks_start(tiny: Path, finishe
 
 
 def test_what_cannot_be_resumed(finished: Path, tmp_path: Path, capsys):
-    with pytest.raises(UsageError, match="expected the output directory of a run with --save-every"):
+    with raises("resume-not-a-run"):
         resume.read(str(tmp_path))
     assert main(["train", "--resume", str(finished / "checkpoints" / tag(2))]) == 2
     text = capsys.readouterr().err
@@ -295,7 +296,7 @@ def test_what_cannot_be_resumed(finished: Path, tmp_path: Path, capsys):
     assert main(["train", "--resume", str(tmp_path)]) == 2
     assert "before its first checkpoint" in capsys.readouterr().err
     (tmp_path / "run.json").write_text('{"model": null}', encoding="utf-8")
-    with pytest.raises(UsageError, match="damaged or of another version"):
+    with raises("resume-run-damaged"):
         resume.read(str(tmp_path))
     good = json.loads((finished / "run.json").read_text(encoding="utf-8"))
     wrong = [

@@ -16,6 +16,7 @@ from shardengine.app.settings import Settings
 from shardengine.config import load_config
 from shardengine.errors import ConfigError, UsageError
 from tests.support import hub_models
+from tests.support.raising import raises
 
 RECIPES = {name: path for name, path in sources.recipes().items() if name != "demo"}
 
@@ -29,7 +30,7 @@ def file(tmp_path: Path) -> Path:
 
 def test_a_recipe_is_found_by_name_and_a_file_by_path(file: Path) -> None:
     assert sources.find("demo").name == "demo.json" and sources.find(str(file)) == file
-    with pytest.raises(UsageError, match=r"lora-4x25: expected a file, or one of demo, .*; nearest is lora-4x24"):
+    with raises("config-not-found", "lora-4x25", "lora-4x24"):
         sources.find("lora-4x25")
     assert sources.find("missing.json") == Path("missing.json")  # whoever reads it says so
 
@@ -54,7 +55,7 @@ def test_log_switches_monitors_on_which_write_into_the_folder_of_the_run(file: P
     monitor = config.monitor
     assert monitor.csv.enabled and monitor.jsonl.enabled and monitor.wandb.enabled and not monitor.tensorboard.enabled
     assert (monitor.csv.output_path, monitor.jsonl.output_path) == (str(tmp_path / "run"), str(tmp_path))
-    with pytest.raises(UsageError, match=r"--log tensorbord: expected one of csv, .*; nearest is tensorboard"):
+    with raises("train-log-unknown", "tensorbord", "tensorboard"):
         sources.monitors(["csv", "tensorbord"])
 
 
@@ -96,7 +97,7 @@ def test_a_rate_that_a_scheduler_would_overwrite_is_refused(file: Path) -> None:
     tree = json.loads(file.read_text(encoding="utf-8"))
     scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1}}
     file.write_text(json.dumps({**tree, "scheduler": scheduler}), encoding="utf-8")
-    with pytest.raises(UsageError, match=r"expected --set scheduler\.params\.warmup_max_lr=0\.5"):
+    with raises("config-lr-set-by-scheduler", "scheduler.params.warmup_max_lr", "0.5"):
         sources.changed(file, sources.changes_of(None, 0.5))
 
 

@@ -25,6 +25,7 @@ from tests.app.test_resume import curve, run, tag, tags, tiny, weights  # noqa: 
 from tests.app.test_train import CORPUS, start
 from tests.support import HANG_S
 from tests.support.program_runs import free_port
+from tests.support.raising import raises
 from tests.support.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -113,7 +114,7 @@ def test_ranks_that_are_started_again_find_an_empty_part_of_the_store():
         assert not parts[0].check(["what"])
         parts[0].set("what", str(generation))
         assert all(part.get("what") == str(generation).encode() for part in parts)
-    with pytest.raises(CommunicationError, match=r"ranks \[1\] of 2 did not come within 0.1 s"):
+    with raises("initialize-ranks-missing", "[1]", "of 2", "0.1"):
         mesh._fresh(dist.HashStore(), 0, 2, timedelta(seconds=0.1), {1})  # type: ignore[attr-defined]
 
 

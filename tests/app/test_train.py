@@ -29,6 +29,7 @@ from shardengine.errors import ConfigError, UsageError
 from shardengine.loading import is_in_slices
 from shardengine.planner import show_bytes
 from tests.support import HANG_S
+from tests.support.raising import raises
 
 ROOT = Path(__file__).parents[2]
 # losses of about 5 in fp32, from matrix products of other sizes and summed in another order: some 30 roundings
@@ -62,7 +63,7 @@ def test_pack_leaves_out_what_does_not_fill_a_block():
 def test_too_little_text_is_an_error_that_names_the_part(tmp_path: Path):
     path = tmp_path / "short.txt"
     path.write_text("word " * 40, encoding="utf-8")
-    with pytest.raises(UsageError, match="validation part is shorter than one block of 32"):
+    with raises("data-too-short", "validation part", "one block of 32"):
         reading.load_blocks(str(path), lambda text: list(text.encode()), 32)
 
 
@@ -133,7 +134,7 @@ def test_the_default_model_is_built_once_and_is_an_ordinary_directory(tmp_path: 
     monkeypatch.setattr(corpus, "_RECIPE", {**recipe, "n_embd": 32})
     assert corpus.default_model(tmp_path / "cache") != directory
     (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match="--model-cache"):
+    with raises("train-model-cache-unwritable"):
         corpus.default_model(tmp_path / "file")
 
 
@@ -148,15 +149,15 @@ def test_outputs_are_never_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     asked = settings.reserve_output("mine", config)
     assert settings.reserve_output("mine", config) == asked  # new or empty
     (asked / "metrics.jsonl").touch()
-    with pytest.raises(UsageError, match="never overwrites"):
+    with raises("output-not-empty"):
         settings.reserve_output("mine", config)
-    with pytest.raises(UsageError, match="cannot make the output directory"):
+    with raises("output-not-made"):
         settings.reserve_output(str(asked / "metrics.jsonl" / "below"), config)
 
 
 def test_data_must_be_text(tmp_path: Path):
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
-    with pytest.raises(UsageError, match="byte 3 is not"):
+    with raises("data-not-utf8", "byte 3"):
         settings.check_data(str(tmp_path / "latin.txt"))
     (tmp_path / "good.txt").write_text("café", encoding="utf-8")
     settings.check_data(str(tmp_path / "good.txt"))
@@ -164,7 +165,7 @@ def test_data_must_be_text(tmp_path: Path):
 
 
 def test_a_missing_package_names_its_extra():
-    with pytest.raises(UsageError, match=r"pip install 'shardengine\[hf\]'"):
+    with raises("package-not-installed", "hf"):
         settings.require("torch", "no_such_package_here", extra="hf")
     settings.require("torch", extra="hf")
 
@@ -427,7 +428,7 @@ def test_rows_beyond_the_models_positions_are_refused(tiny: Path, tmp_path: Path
     chosen = settings.Settings(tiny / "config.json", str(tiny / "model"), str(tiny / "text.txt"), 1, tmp_path, tmp_path)
     tokenizer, model = loop.load_model(chosen, 1)
     assert loop.load_data(chosen, tokenizer, model).length == 32  # nobody has asked for more
-    with pytest.raises(UsageError, match="--length 33: GPT2LMHeadModel has 32 positions; expected --length 32 or less"):
+    with raises("length-beyond-positions", "length 33", "GPT2LMHeadModel", "has 32"):
         loop.load_data(dataclasses.replace(chosen, length=33), tokenizer, model)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from shardengine.checkpoint import atomic, new_directory, write_text
-from shardengine.errors import UsageError
+from tests.support.raising import raises
 
 
 def once(function: Callable[..., Any], before: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, of: Any) -> None:
@@ -131,7 +131,7 @@ def test_a_lock_on_what_was_removed_does_not_count(tmp_path: Path, monkeypatch: 
         fcntl.flock(held[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     once(fcntl.flock, another_begins, monkeypatch, fcntl)
-    with pytest.raises(UsageError, match="another program is writing"), new_directory(tmp_path / "out"):
+    with raises("output-written-by-another"), new_directory(tmp_path / "out"):
         pass
     assert (outer / "out").is_dir()  # what the other one writes
     os.close(held[0])
@@ -145,6 +145,6 @@ def test_a_place_that_was_taken_meanwhile_is_found_before_anything_is_written(
         (tmp_path / "out" / "file").write_text("of another program")
 
     once(fcntl.flock, taken, monkeypatch, fcntl)
-    with pytest.raises(UsageError, match="nothing is overwritten"), new_directory(tmp_path / "out"):
+    with raises("output-not-empty"), new_directory(tmp_path / "out"):
         raise AssertionError("nothing may be written")
     assert names(tmp_path) == ["out"] and names(tmp_path / "out") == ["file"]

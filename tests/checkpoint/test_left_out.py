@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from shardengine.checkpoint import index, left_out
-from shardengine.errors import CheckpointError, ConfigError, UsageError
+from shardengine.errors import ConfigError, UsageError
 from shardengine.interchange.stored import StoredCheckpoint
 from shardengine.sharding import WEIGHT, FlatSlice
 from tests.support import cases
+from tests.support.raising import raises
 from tests.support.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -153,7 +154,7 @@ def test_an_export_says_what_is_missing(tmp_path: Path) -> None:
     saved("2", str(tmp_path), {})
     with (
         StoredCheckpoint(tmp_path / "adapters") as stored,
-        pytest.raises(CheckpointError, match="leaves out frozen parameters"),
+        raises("export-frozen-left-out"),
     ):
         stored.whole("base.weight", WEIGHT)
 

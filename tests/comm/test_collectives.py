@@ -19,6 +19,7 @@ from shardengine.errors import CommunicationError, MismatchError
 from shardengine.kernels import ordered_sum
 from tests import oracle
 from tests.support.parts import CPU, PARTIAL, REPLICATED, SHARDED, collectives
+from tests.support.raising import raises
 from tests.support.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -180,7 +181,7 @@ def test_an_error_when_starting_names_operation_parameters_and_rank(monkeypatch:
 
     monkeypatch.setattr(dist, "all_to_all_single", refuse)
     full = torch.zeros(2 * WIDTH)
-    with pytest.raises(CommunicationError, match="reduce-scatter number 1 on rank 1 for a, b failed: no route to host"):
+    with raises("collective-failed", "reduce-scatter number 1 on rank 1 for a, b", "no route to host"):
         second_of_two().move(full, PARTIAL, SHARDED, Named(["a", "b"]), Purpose.GRADIENTS, into(full[WIDTH:]))
 
 

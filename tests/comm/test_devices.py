@@ -22,6 +22,7 @@ from shardengine.comm.devices import Gpus, RankFacts, choose
 from shardengine.errors import CommunicationError, UsageError
 from tests.comm.test_rendezvous import MPI, ROOT, STEP, clean
 from tests.support import HANG_S
+from tests.support.raising import raises
 from tests.support.ranks import RankPool
 
 CPU = torch.device("cpu")
@@ -177,7 +178,7 @@ def test_what_is_refused_is_refused_on_every_rank(ranks: list[RankFacts], group:
 
 def test_an_error_of_many_ranks_is_short():
     ranks = [one for n in range(64) for one in host(f"node{n}", 16)]
-    with pytest.raises(UsageError, match=r"512 GPU\(s\) belong to several") as caught:
+    with raises("device-shared-by-ranks", "512") as caught:
         choose(ranks, 0)
     assert len(str(caught.value)) < 2000
 
@@ -462,7 +463,7 @@ def test_a_rank_that_says_nothing_is_named(monkeypatch: pytest.MonkeyPatch):
     played._store = dist.HashStore()  # type: ignore[attr-defined]
     played._store.set_timeout(timedelta(milliseconds=10))
     monkeypatch.setattr(mesh, "dist", played)
-    with pytest.raises(CommunicationError, match="rank 1 does not answer where ranks say which GPUs"):
+    with raises("initialize-ranks-missing", "rank 1 does not answer"):
         mesh.build(CPU, 30)
 
 

@@ -15,11 +15,12 @@ import torch.distributed as dist
 from shardengine.comm import launcher
 from shardengine.comm.launcher import _SPREAD_S, cores, default_ranks, launch, rank_environment
 from shardengine.comm.rank_failure import RankFailure, describe_exit
-from shardengine.errors import CommunicationError, ShardEngineError, UsageError
+from shardengine.errors import CommunicationError, ShardEngineError
 from shardengine.kernels import native
 from tests.comm.test_rendezvous import clean
 from tests.support import HANG_S
 from tests.support.forks import Forks
+from tests.support.raising import raises
 from tests.support.scripts import printed
 
 
@@ -124,13 +125,13 @@ def test_which_of_several_failures_is_reported():
 
 @pytest.mark.parametrize("ranks", [0, -1, True, 2.0])
 def test_ranks_must_be_a_positive_integer(ranks):
-    with pytest.raises(UsageError, match="integer >= 1"):
+    with raises("launch-ranks-invalid"):
         launch(summed, ranks)
 
 
 def test_what_cannot_be_pickled_says_what_to_do(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("shardengine.comm.launcher.find_spec", lambda name: None)  # as without cloudpickle
-    with pytest.raises(UsageError, match="pip install cloudpickle"):
+    with raises("launch-function-not-sendable"):
         launch(lambda: None)
 
 
@@ -182,7 +183,7 @@ def test_threads_of_the_host(values: dict[str, str], torchs: int, threads: int |
 
 def test_threads_that_are_no_number(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SHARDENGINE_THREADS", "all")
-    with pytest.raises(UsageError, match="SHARDENGINE_THREADS: expected an integer >= 1, got 'all'"):
+    with raises("launch-threads-invalid", "SHARDENGINE_THREADS", "'all'"):
         launcher.host_threads(offloads=False)
 
 
@@ -267,5 +268,5 @@ def test_gpus_that_are_not_used_are_told_once(gpus: int, wish: str, warning: str
 def test_too_few_gpus_where_they_are_wanted(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SHARDENGINE_DEVICE", "cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(UsageError, match=r"a GPU for every rank, but 1 GPU\(s\) are visible for 2 ranks"):
+    with raises("launch-too-few-gpus", "1 GPU(s) are visible for 2 ranks"):
         launch(backend_and_wish, 2)

@@ -15,6 +15,7 @@ from shardengine.errors import UsageError
 from tests.app.test_train import tiny
 from tests.support import HANG_S
 from tests.support.forks import Forks
+from tests.support.raising import raises
 from tests.support.scripts import started
 
 __all__ = ["tiny"]  # a fixture
@@ -80,16 +81,16 @@ def test_the_first_host_of_a_node_list(nodes: str, first: str):
 
 @pytest.mark.parametrize("nodes", ["", "node[", "node[1-2", ",node1", "node[],x", "node]1", "node[-3]", "a b"])
 def test_what_is_no_node_list_is_refused(nodes: str):
-    with pytest.raises(UsageError, match="set MASTER_ADDR"):
+    with raises("slurm-node-list-unreadable"):
         rendezvous.first_host(nodes)
 
 
 def test_tasks_per_node():
     assert [rendezvous.tasks_on(node, "2(x3),1") for node in range(4)] == ["2", "2", "2", "1"]
     assert rendezvous.tasks_on(0, "16") == "16"
-    with pytest.raises(UsageError, match="SLURM_NODEID is 4"):
+    with raises("slurm-node-beyond-tasks", "is 4"):
         rendezvous.tasks_on(4, "2(x3),1")
-    with pytest.raises(UsageError, match="set LOCAL_WORLD_SIZE"):
+    with raises("slurm-tasks-unreadable"):
         rendezvous.tasks_on(0, "2x3")
 
 

@@ -29,10 +29,11 @@ from shardengine.comm.group_kind import GroupName
 from shardengine.comm.positions import Presence, Waiting, deadlock
 from shardengine.comm.store_board import StoreBoard
 from shardengine.comm.watchdog import Watchdog
-from shardengine.errors import CommunicationError, MismatchError
+from shardengine.errors import MismatchError
 from tests.comm.test_failures import failures_of_ranks, look_twice
 from tests.support import HANG_S, cases
 from tests.support.comparing import assert_equal_to_truth
+from tests.support.raising import raises
 from tests.support.ranks import RankPool, fork_context
 
 Pools = Callable[[int], RankPool]
@@ -687,16 +688,16 @@ def test_a_departure_is_heard_where_it_matters(monkeypatch: pytest.MonkeyPatch) 
     one.issued["gather"], two.issued["gather"] = 3, 3
     two.set_progress(7, 0)
     two.leave("has closed its engine", Presence.CLOSING)
-    Watchdog(one, Waiting("the third gather", "gather 3", "gather", 3)).look()
-    Watchdog(one, Waiting("a gather of others", "gather 1")).look()
-    with pytest.raises(CommunicationError, match=r"rank 1 has closed its engine after step 7; rank 0 goes on, and the"):
-        Watchdog(one, Waiting("the fourth gather", "gather 4", "gather", 4)).look()
+    Watchdog(one, Waiting("the third gather", "gather 3", "gather", 3)).raise_if_in_vain()
+    Watchdog(one, Waiting("a gather of others", "gather 1")).raise_if_in_vain()
+    with raises("another-rank-left", "rank 1 has closed its engine after step 7", "rank 0 goes on", "the"):
+        Watchdog(one, Waiting("the fourth gather", "gather 4", "gather", 4)).raise_if_in_vain()
     one.leave("has closed its engine", Presence.CLOSING)
     assert meeting.meet_to_close(one) == "", "all close"
-    Watchdog(one, Waiting("the fourth gather", "gather 4", "gather", 4)).look()
+    Watchdog(one, Waiting("the fourth gather", "gather 4", "gather", 4)).raise_if_in_vain()
     two.leave("has ended its process", error=KeyError("x"))
-    with pytest.raises(CommunicationError, match=r"ended its process after step 7, without .* \(KeyError: 'x'\)"):
-        Watchdog(one, Waiting("the fourth gather", "gather 4", "gather", 4)).look()
+    with raises("another-rank-left", "ended its process after step 7, without", "(KeyError: 'x')"):
+        Watchdog(one, Waiting("the fourth gather", "gather 4", "gather", 4)).raise_if_in_vain()
     assert meeting.meet_to_close(one).startswith("rank 1 has ended its process")
 
 
@@ -734,11 +735,11 @@ def test_a_cause_is_told_before_its_consequence(monkeypatch: pytest.MonkeyPatch)
     waiting = Waiting("a gather", "gather 2", "gather", 2)
     two.give_up("because of rank 2")
     two.leave("has ended its process")
-    with pytest.raises(CommunicationError, match="rank 1 gave up: because of rank 2"):
-        Watchdog(one, waiting).look()
+    with raises("another-rank-failed", "rank 1", "gave up", "because of rank 2"):
+        Watchdog(one, waiting).raise_if_in_vain()
     three.leave("has closed its engine", Presence.CLOSING)
-    with pytest.raises(CommunicationError, match=r"^rank 2 has closed its engine;"):
-        Watchdog(one, waiting).look()
+    with raises("another-rank-left", "rank 2 has closed its engine"):
+        Watchdog(one, waiting).raise_if_in_vain()
 
 
 def test_the_process_that_a_rank_forks_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -793,19 +794,19 @@ def test_a_deadlock_that_has_not_stood_is_no_alarm(monkeypatch: pytest.MonkeyPat
     mine = Waiting("a reduce", "reduce 4", "reduce", 4)
     two.post(Waiting("a save", "control 3", "control", 3))
     watching = Watchdog(one, mine)
-    watching.look()
+    watching.raise_if_in_vain()
     two.post(None)
     time.sleep(0.15)
-    watching.look()
+    watching.raise_if_in_vain()
     two.post(Waiting("a save", "control 3", "control", 3))
     with pytest.raises(MismatchError, match=r"rank 0 stands in a call \(a reduce\), rank 1 stands in a call \(a save"):
         look_twice_at(watching)
 
 
 def look_twice_at(watching: Any) -> None:
-    watching.look()
+    watching.raise_if_in_vain()
     time.sleep(0.15)
-    watching.look()
+    watching.raise_if_in_vain()
 
 
 def test_what_is_said_of_a_place_is_no_older_than_the_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from shardengine.comm import Purpose, watcher
+from shardengine.comm import Purpose, nccl_watcher
 from shardengine.comm.breaking_off import ASKS
 from shardengine.comm.failures import Failures
 from shardengine.comm.flight_recorder import Collective, CollectiveRecord
 from shardengine.comm.group_kind import GroupName
 from shardengine.comm.mesh import Mesh
+from shardengine.comm.nccl_watcher import Watcher
 from shardengine.comm.positions import Presence
-from shardengine.comm.watcher import Watcher
 from tests.comm.test_failures import failures_of_ranks, raises_in
 from tests.support import HANG_S
 
@@ -60,7 +60,7 @@ def looks_until(watching: Watcher, failures: Failures) -> str:
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watcher, "GRACE_S", 0.1)
+    monkeypatch.setattr(nccl_watcher, "GRACE_S", 0.1)
 
 
 @pytest.mark.usefixtures("soon")
@@ -85,7 +85,7 @@ def test_a_deadlock_that_another_rank_found_breaks_off_what_is_in_flight(monkeyp
 
 
 def test_nobody_is_missed_while_nothing_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watcher, "GRACE_S", 0.0)
+    monkeypatch.setattr(nccl_watcher, "GRACE_S", 0.0)
     (one, two), _ = failures_of_ranks(monkeypatch, timeout_s=LONG)
     watching = Watcher(one)
     work = in_flight(watching)
@@ -98,7 +98,7 @@ def test_nobody_is_missed_while_nothing_is_in_flight(monkeypatch: pytest.MonkeyP
 
 
 def test_a_rank_that_comes_back_in_time_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watcher, "GRACE_S", LONG)
+    monkeypatch.setattr(nccl_watcher, "GRACE_S", LONG)
     (one, two), _ = failures_of_ranks(monkeypatch, timeout_s=LONG)
     watching = Watcher(one)
     in_flight(watching)
@@ -147,7 +147,7 @@ def broken_off(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The reasons for which meshes are broken off from now on."""
     reasons: list[str] = []
     monkeypatch.setattr(Mesh, "break_off", lambda _mesh, reason: reasons.append(reason))
-    monkeypatch.setattr(watcher, "POLL_S", 0.01)
+    monkeypatch.setattr(nccl_watcher, "POLL_S", 0.01)
     return reasons
 
 

@@ -19,7 +19,8 @@ from shardengine.config.json_schema import json_schema
 from shardengine.config.kinds import FrozenMapping
 from shardengine.config.load import Config, load_config
 from shardengine.config.schema import KEYS, SECTION_TYPES, TRIPLE, ActivationsConfig, join
-from shardengine.errors import ConfigError, UsageError
+from shardengine.errors import ConfigError
+from tests.support.raising import raises
 
 BATCH = {"train_micro_batch_size_per_gpu": 2}
 
@@ -133,7 +134,7 @@ def test_a_triple_that_does_not_fit_shows_the_numbers(source: dict[str, Any], me
 
 @pytest.mark.parametrize("world_size", [0, -1, True, 2.0])
 def test_a_wrong_world_size_is_a_usage_error(world_size: Any) -> None:
-    with pytest.raises(UsageError, match="expected a world size >= 1"):
+    with raises("resolve-batch-world-size-invalid"):
         load().resolve_batch(world_size)
 
 

@@ -79,7 +79,7 @@ class Bench:
         """Whether this rank's slices of the complete gradients are those of ``of``."""
         expected = self.flat(of)
         for state in self.reducer.buckets:
-            first, last = state.bucket.layout.interval(SHARDED, self.rank)
+            first, last = state.bucket.layout.interval_of_rank(SHARDED, self.rank)
             if state.complete is None or not torch.equal(state.complete, expected[first:last]):
                 return False
         return True

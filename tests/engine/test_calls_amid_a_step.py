@@ -76,7 +76,7 @@ def test_half_stepped_weights_go_nowhere_and_the_step_can_be_finished(
     train(engine, 0, 2)
     interrupt_step(engine, monkeypatch, 2)
     for name, call in HALF.items():
-        with pytest.raises(UsageError, match=r"interrupted in the middle of its update.*engine\.reset\(\)"):
+        with pytest.raises(UsageError, match=r"interrupted during its update.*engine\.reset\(\)"):
             call(engine, tmp_path)
         assert not list(tmp_path.iterdir()), name
     engine.step()

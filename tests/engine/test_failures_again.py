@@ -54,7 +54,7 @@ def tear_and_load(stage: str, folder: str, **options: Any) -> dict[str, Any]:
             with pytest.raises(UsageError, match=r"engine\.load_checkpoint\(\) on every rank"):
                 engine.reset()
         for call in (engine.zero_grad, lambda: engine.save_checkpoint(folder, "torn")):
-            with pytest.raises(UsageError, match="interrupted in the middle of its update"):
+            with pytest.raises(UsageError, match="interrupted during its update"):
                 call()
         engine.load_checkpoint(folder)
         if engine.world_size > 1:

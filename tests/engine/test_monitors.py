@@ -25,6 +25,7 @@ from shardengine.errors import ConfigError, UsageError
 from shardengine.offload import Done, Fetched, Platform
 from tests.support import HANG_S, cases
 from tests.support.comparing import assert_equal_to_truth
+from tests.support.raising import raises
 from tests.support.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -369,7 +370,7 @@ def test_on_a_device_a_step_is_written_when_its_numbers_have_arrived(monkeypatch
 
 
 def test_something_that_is_no_monitor_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"monitors\[1\] is dict: expected an object with write\(step, values\) and"):
+    with raises("monitor-without-write-and-close", "1", "dict"):
         small(Recorder(), {})
 
 

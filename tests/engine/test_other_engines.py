@@ -26,6 +26,7 @@ from shardengine.core.inspection import Inspection
 from shardengine.errors import UsageError
 from shardengine.other_engines import ARGUMENTS, ENGINE, OPTIMIZER, PACKAGE
 from tests.support import cases
+from tests.support.raising import raises
 from tests.support.ranks import RankPool
 
 TABLES: dict[str, Mapping[str, str]] = {
@@ -344,7 +345,7 @@ def test_an_argument_of_another_kind_is_named(case: str) -> None:
 
 
 def test_initialize_in_inference_mode_is_refused() -> None:
-    with torch.inference_mode(), pytest.raises(UsageError, match=r"outside of torch.inference_mode\(\)"):
+    with torch.inference_mode(), raises("initialize-in-inference-mode"):
         shardengine.initialize(Net(), {})
 
 

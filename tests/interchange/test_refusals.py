@@ -18,6 +18,7 @@ from shardengine.interchange import dcp, deepspeed, shards, writing
 from shardengine.interchange.dcp_files import DcpStore
 from shardengine.interchange.unpickling import load_torch
 from tests.interchange.test_deepspeed import copied, foreign_of
+from tests.support.raising import raises
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 WEIGHTS = {"a.weight": torch.arange(9.0).reshape(3, 3), "a.bias": torch.arange(3.0)}
@@ -66,7 +67,7 @@ def test_odd_sections_of_dcp_are_refused_in_a_sentence(tmp_path: Path):
 def test_values_of_dcp_that_nobody_expects_are_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     save_dcp(whole(), checkpoint_id=str(tmp_path), no_dist=True)
     monkeypatch.setattr(DcpStore, "paths", lambda store: dict.fromkeys(store.tensors))
-    with pytest.raises(CheckpointError, match=r"damaged, or not of the form that get_state_dict makes \(TypeError"):
+    with raises("import-damaged", "TypeError"):
         dcp.read(tmp_path)
 
 
@@ -133,7 +134,7 @@ def test_a_value_of_another_kind_is_named_in_words():
         assert str(caught.value) == text
     part = shards.ShardPart(path, {"fp32_flat_groups": [None], "base_optimizer_state": {
         "state": {0: {"step": -1}}, "param_groups": [{"params": [0]}]}})  # fmt: skip
-    with pytest.raises(CheckpointError, match="a flat tensor of floats for each group and state, got nothing"):
+    with raises("import-entry-wrong-type", "nothing"):
         shards.rows_by_parameter([part], [{"a": (2,)}], 0)
     part.content["fp32_flat_groups"][0] = torch.rand(2)
     with pytest.raises(CheckpointError, match=f"file.pt: 'step' of the optimizer: {A_COUNT}-1"):
@@ -147,12 +148,12 @@ def test_what_another_engine_is_writing_stays(tmp_path: Path, capsys: pytest.Cap
     foreign = foreign_of(torch.nn.Linear(2, 2))
     work = directory.begin(tmp_path / "out", "taken")
     (work / "rank-00000.safetensors").write_bytes(b"half of it")
-    with pytest.raises(CheckpointError, match="is being written by another engine"):
+    with raises("checkpoint-tag-being-written"):
         writing.write(foreign, tmp_path / "out", "taken")
     assert (work / "rank-00000.safetensors").read_bytes() == b"half of it"
     directory.abandon(tmp_path / "out", "taken")
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"file/tag could not be written: "):
+    with raises("import-not-written", "file/tag"):
         writing.write(foreign, tmp_path / "file", "tag")
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from shardengine.errors import UsageError
 from shardengine.offload import CPUAdam
+from tests.support.raising import raises
 
 
 class Elsewhere(Tensor):
@@ -49,7 +50,7 @@ def test_a_parameter_that_cannot_be_stepped_is_named(make: Callable[[], Tensor],
     with pytest.raises(UsageError, match=place + why):
         CPUAdam(named)
     optimizer = CPUAdam([good])
-    with pytest.raises(UsageError, match=r"CPUAdam: group 1, parameter 0 \(shape"):
+    with raises("cpu-adam-parameter-unsupported", "group 1, parameter 0 (shape"):
         optimizer.add_param_group({"params": [make()]})
     assert len(optimizer.param_groups) == 1
 
@@ -62,7 +63,7 @@ def test_a_parameter_on_a_gpu_is_named() -> None:
 
 
 def test_a_lazy_parameter_is_named() -> None:
-    with pytest.raises(UsageError, match=r"parameter 0 \(no shape yet\).*got a lazy one; run one forward"):
+    with raises("cpu-adam-parameter-unsupported", "parameter 0 (no shape yet)", "a lazy one", "run one forward"):
         CPUAdam(nn.LazyLinear(3).parameters())
 
 
@@ -111,10 +112,10 @@ def test_a_parameter_that_can_no_longer_be_stepped_is_refused_at_the_step() -> N
     optimizer = CPUAdam(model.parameters())
     model(torch.ones(1, 2)).sum().backward()
     model.weight.data = torch.zeros(2, 4)[:, ::2]
-    with pytest.raises(UsageError, match=r"parameter 0 .*got strides \(4, 2\) with gaps"):
+    with raises("cpu-adam-parameter-unsupported", "parameter 0", "strides (4, 2) with gaps"):
         optimizer.step()
     model.double()
-    with pytest.raises(UsageError, match=r"parameter 0 .*got torch\.float64; cast"):
+    with raises("cpu-adam-parameter-unsupported", "parameter 0", "torch.float64", "cast"):
         optimizer.step()
     assert not optimizer.state
 

@@ -79,6 +79,6 @@ def test_what_it_does_not_overcome(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             with pytest.raises(OSError, match=os.strerror(code)):
                 direct_io.write(file, [data], 0)
     monkeypatch.setattr(direct_io, "pwritev", lambda *_: 0)
-    with pytest.raises(OSError, match="wrote nothing and named no reason"):
+    with pytest.raises(OSError, match="write returned 0 bytes without an error"):
         direct_io.write(file, [data], 0)
     os.close(file)

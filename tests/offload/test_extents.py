@@ -23,6 +23,7 @@ from shardengine.offload.host_memory import staging
 from shardengine.offload.nvme import lease
 from shardengine.offload.nvme.extent_file import Aio, Extent, ExtentFile
 from tests.support import HANG_S
+from tests.support.raising import raises
 
 SMALL = Aio(block_size=8192, queue_depth=3, thread_count=2)
 COUNTS = [0, 1, 4095, 4096, 4097, 8192, 8193, 3 * 8192, 100_001]
@@ -168,9 +169,9 @@ def test_memory_that_does_not_fit(file: ExtentFile, wrong: Any) -> None:
     for name in ("read", "write"):
         with pytest.raises(UsageError, match=rf"rank 3: ExtentFile.{name}: expected uint8 \[4096\] on the CPU"):
             getattr(file, name)(extent, wrong())
-    with pytest.raises(UsageError, match="expected an extent of"):
+    with raises("nvme-extent-of-another-file"):
         file.read(Extent(0, 4096), staging(4096))
-    with pytest.raises(UsageError, match="expected a count of bytes, got -1"):
+    with raises("nvme-allocate-count-invalid", "got -1"):
         file.allocate(-1)
 
 
@@ -252,7 +253,7 @@ def test_a_closed_file(tmp_path: Path) -> None:
     for transfer in transfers:
         transfer.wait()
     for call in (lambda: file.read(extent, memory), lambda: file.look(extent), lambda: file.allocate(1)):
-        with pytest.raises(UsageError, match=r"rank 3: offload: .* is closed"):
+        with raises("nvme-file-closed", "rank 3"):
             call()
 
 

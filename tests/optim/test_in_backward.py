@@ -19,6 +19,7 @@ from shardengine.optim import in_backward, update
 from shardengine.optim.in_backward import StepsInBackward
 from tests.parity.test_step_in_backward import SMALL, config_of, count_early
 from tests.support import cases
+from tests.support.raising import raises
 from tests.support.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -102,7 +103,7 @@ def test_options_are_those_of_backward(tmp_path: Path) -> None:
         if step:
             assert engine.optimizer is not None
             engine.optimizer.param_groups[0]["lr"] = 0.5
-            with pytest.raises(errors.UsageError, match="were changed between backward and step"):
+            with raises("optimizer-changed-after-backward"):
                 engine.step()
             engine.optimizer.param_groups[0]["lr"] = 0.01 / (step + 1)
         for each in (plain, engine):
@@ -154,7 +155,7 @@ def test_late_gradients(pools: Pools) -> None:
     assert [each[1] for each in found] == [[0, 0, 0]] * 2
     assert [each[0] for each in found] == [each[0] for each in expected] and found[0][0]
     once = pools(2).run(train_twice, config_of("2", host), [[False, False]] * 2 + [[True, False]])
-    assert all("a parameter got a second gradient in one backward" in each[2] for each in once)
+    assert all("a parameter received two gradients in one backward" in each[2] for each in once)
     assert all(each[1][1] > 0 for each in once)
 
 

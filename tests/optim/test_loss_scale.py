@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 import shardengine
 from shardengine.checkpoint import index as index_module
-from shardengine.errors import CheckpointError, LossScaleError, UsageError
+from shardengine.errors import LossScaleError, UsageError
 from shardengine.optim import LossScaler
 from shardengine.sharding import ScalePolicy
 from tests import oracle
 from tests.engine.test_recovery import fail_once, stop_after_buckets
 from tests.support import cases
+from tests.support.raising import raises
 from tests.support.ranks import RankPool
 from tests.support.special_models import Boom
 
@@ -320,7 +321,7 @@ def test_gradients_that_do_not_fit_an_fp16_wire_are_left_out(key: str) -> None:
 def test_a_backward_without_the_engine_is_refused() -> None:
     engine = engine_of("2", {"loss_scale": 8.0})
     inputs = torch.ones(20, dtype=torch.float16), torch.ones(3, 7, dtype=torch.float16)
-    with pytest.raises(UsageError, match=r"Loss scaling is required: .* or engine.scale\(loss\).backward\(\)"):
+    with raises("backward-without-loss-scale"):
         engine(*inputs).backward()
     engine.zero_grad()
     assert step(engine, 1.0)
@@ -372,7 +373,7 @@ def test_each_part_of_a_loss_in_chunks_needs_the_scale(pools: Pools, stage: str,
 
 def test_fp16_parameters_need_a_loss_scale() -> None:
     config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}}
-    with pytest.raises(UsageError, match=r"parameter 'first' is torch.float16.*\"fp16\": \{\"enabled\": true\}"):
+    with raises("model-fp16-without-loss-scale", "'first'", "torch.float16"):
         shardengine.initialize(Sum().half(), config)
 
 
@@ -436,6 +437,6 @@ def test_a_hostile_loss_scale_in_a_checkpoint_is_refused(tmp_path: Path, value: 
     assert index["loss_scaler"]["scale"] == 2.0**16
     index["loss_scaler"] = value
     path.write_text(json.dumps({"sha256": index_module._digest(index), "index": index}))
-    with pytest.raises(CheckpointError, match=r"index\.json is damaged"):
+    with raises("checkpoint-damaged", "index.json is damaged"):
         engine.load_checkpoint(tmp_path, tag="one")
     engine.close()

@@ -17,6 +17,7 @@ import shardengine
 from shardengine import Engine
 from shardengine.errors import MismatchError, UsageError
 from tests.support import cases
+from tests.support.raising import raises
 from tests.support.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -88,7 +89,7 @@ class Unrated(torch.optim.Optimizer):
 
 
 def test_a_group_without_a_rate() -> None:
-    with pytest.raises(UsageError, match=r"optimizer group 0 has the options \['rate'\]: expected 'lr' among"):
+    with raises("optimizer-lr-missing", "group 0", "['rate']"):
         engine_of(Unrated)
 
 

@@ -13,6 +13,7 @@ from torch import nn
 import shardengine
 from shardengine.errors import UsageError
 from tests.support import cases, optimizer_classes
+from tests.support.raising import raises
 
 
 class Base(torch.optim.Optimizer):
@@ -176,8 +177,8 @@ REFUSED = {
     Normed: "looks at whole tensors",
     Rows: "looks at whole tensors",
     Noisy: "expected a class without random numbers",
-    Counting: "keeps something outside of its state",
-    OnParameter: "keeps something outside of its state",
+    Counting: "keeps hidden state outside of optimizer.state",
+    OnParameter: "keeps hidden state outside of optimizer.state",
     Lazy: "its state 'moment' is begun later",
     Objects: "'history' is list",
     Fp64: "'moment' is torch.float64",
@@ -276,7 +277,7 @@ def test_one_that_has_stepped_is_refused_and_a_new_one_with_states_is_not() -> N
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
     cases.loss_of(model, 0, 0, 0).backward()
     optimizer.step()
-    with pytest.raises(UsageError, match="has already taken steps"):
+    with raises("optimizer-already-stepped"):
         shardengine.initialize(model, cases.config_of("1"), optimizer=optimizer)
 
 

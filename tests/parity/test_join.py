@@ -224,7 +224,7 @@ def refused(options: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("options", [{"gradient_allreduce_op": "sum"}, {"gradient_divide_factor": 3.0}], ids=str)
 def test_a_mean_over_ranks_with_data_needs_a_mean(pools: Pools, options: dict[str, Any]) -> None:
-    assert all("there is no mean over the ranks that have data" in said for said in pools(2).run(refused, options))
+    assert all("needs gradients that are averaged over the ranks" in said for said in pools(2).run(refused, options))
 
 
 # The published cases of DistributedDataParallel.join, at every stage

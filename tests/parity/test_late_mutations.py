@@ -463,7 +463,7 @@ NOT_AN_ORDER: dict[tuple[str, str, str], str] = {
     ("comm/mesh.py", "await_all", "store.wait([f'all {what}'], timedelta(seconds=timeout_s))"): STORE,
     ("comm/mesh.py", "await_the_others", "await_all(mesh.store(), mesh.rank, mesh.ranks, mesh.timeout_s)"): STORE,
     ("comm/store_board.py", "StoreBoard._ask", "answer.result(OPERATION_S)"): STORE,
-    ("comm/watcher.py", "Watcher._run", "self._over.wait(POLL_S)"): "a pause",
+    ("comm/nccl_watcher.py", "Watcher._run", "self._over.wait(POLL_S)"): "a pause",
     ("comm/work.py", "_wait_under_watchdog", "work.wait()"): ERROR,
     ("ddp/early_use.py", "EarlyUse.wait", "self._consumer.wait_early()"): PASSES_ON,
     ("ddp/reducer.py", "Reducer.discard", "self.early_use.wait()"): THREAD,

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import shardengine
-from shardengine.errors import UsageError
 from tests import oracle
 from tests.support import cases
 from tests.support.comparing import assert_equal_to_truth
 from tests.support.covering import covering
+from tests.support.raising import raises
 from tests.support.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -155,7 +155,7 @@ def test_they_equal_the_oracle(
 
 
 def test_split_masters_need_bf16_weights() -> None:
-    with pytest.raises(UsageError, match=r"split_masters.*'first.weight' stays in torch.float32.*running statistics"):
+    with raises("split-masters-beside-fp32-weight", "'first.weight'", "float32"):
         cases.make_engine(Normed(), cases.config_of("2", bf16={"enabled": True, "split_masters": True}))
 
 

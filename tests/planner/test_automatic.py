@@ -22,6 +22,7 @@ from shardengine import Hardware, Plan, choose
 from shardengine.config import MICRO, STAGE, load_or_default, provisional
 from shardengine.errors import MismatchError, UsageError
 from shardengine.planner import Rates, automatic
+from tests.support.raising import raises
 from tests.support.ranks import RankPool
 
 WIDTH = 64
@@ -172,7 +173,7 @@ class Asks(Net):
     [
         ({"batch": None}, "expected batch=, a mapping of what Net.forward takes"),
         ({"loss": None}, "expected forward to return a loss"),
-        ({"model": Asks()}, "the model asks for what only data says"),
+        ({"model": Asks()}, "the model's shapes depend on data"),
         ({"batch": {"y": torch.zeros(1, 2)}}, "unexpected keyword argument 'y'"),
         ({"batch": {"x": 3.0}}, "expected batch= of tensors"),
     ],
@@ -204,13 +205,13 @@ def test_arguments_of_another_kind(more: dict[str, Any], message: str) -> None:
 def test_a_model_that_belongs_to_an_engine() -> None:
     base = {"optimizer": OPTIMIZER, "train_batch_size": 4, "zero_optimization": {"stage": "auto"}}
     engine = made(base)
-    with pytest.raises(UsageError, match="already belongs to an engine"):
+    with raises("model-already-in-engine"):
         made(base, model=engine.module)
     engine.close()
 
 
 def test_there_is_nothing_to_plan_without_an_optimizer() -> None:
-    with pytest.raises(UsageError, match="expected an optimizer, whose states a plan has"):
+    with raises("auto-without-optimizer"):
         made({"train_batch_size": 2, "zero_optimization": {"stage": "auto"}})
 
 
@@ -358,7 +359,7 @@ def test_no_plan_writes_what_a_monitor_would(tmp_path: Path, caplog: pytest.LogC
 def test_it_ends_in_time() -> None:
     """Of rank 0 the others wait for no longer than a part of their patience."""
     base = {"optimizer": OPTIMIZER, "train_batch_size": 2, "zero_optimization": {"stage": "auto"}, "timeout_s": 1e-3}
-    with pytest.raises(UsageError, match=r'"auto" cannot be decided: it takes more than 0\.0008 s'):
+    with raises("auto-not-decided", "it takes more than 0.0008 s"):
         made(base)
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import shardengine
-from shardengine.errors import UsageError
 from shardengine.planner import batches
+from tests.support.raising import raises
 
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-3}}
 BERT = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16,
@@ -47,7 +47,7 @@ def test_a_batch_of_a_head_trains_it(name: str, more: dict[str, Any]) -> None:
 
 
 def test_a_model_of_which_nobody_knows_what_it_takes() -> None:
-    with pytest.raises(UsageError, match=r"expected batch=, a mapping of what Linear\.forward takes"):
+    with raises("plan-batch-missing", "Linear"):
         batches.example(nn.Linear(2, 2), 1, None)
 
 

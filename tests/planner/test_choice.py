@@ -363,11 +363,11 @@ class Asks(Net):
 
 def test_a_model_that_cannot_be_planned_and_is_too_large_says_the_former() -> None:
     found = choose(Asks(), BASE, gpus(100_000, 1, host_bytes=100_000), batch=BATCH)
-    assert not found.rows and "only data says" in found.needed[0]
+    assert not found.rows and "depend on data" in found.needed[0]
 
 
 def test_a_model_that_asks_for_values_cannot_be_planned() -> None:
-    with pytest.raises(UsageError, match=r"^choose: no config can be planned: plan: the model asks for what only data"):
+    with pytest.raises(UsageError, match=r"^choose: no config can be planned: plan: the model.s shapes depend on data"):
         choose(Asks(), BASE, "2x24GB", batch=BATCH)
     with pytest.raises(UsageError, match=r"^choose: expected hardware to be a text"):
         choose(Net(), BASE, 24, batch=BATCH)  # type: ignore[arg-type]

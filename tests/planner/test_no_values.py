@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from shardengine import kernels
-from shardengine.errors import UsageError
 from shardengine.offload import Platform
 from shardengine.planner import without_values
 from shardengine.runtime.activation_offload import ActivationStore
 from shardengine.sharding import inner
 from shardengine.sharding.poison import hide, poison, reveal
 from tests.support.parts import CPU
+from tests.support.raising import raises
 
 KINDS: dict[str, Callable[[], Tensor]] = {
     "activation": lambda: torch.randn(2, 3),
@@ -43,7 +43,7 @@ def test_a_weight_that_is_elsewhere_is_refused_as_ever() -> None:
         whole = weight.data
         hide(weight, poison(torch.float32, (2, 3), CPU), "parameter 'w'")
         for read in (lambda: weight + 1, lambda: weight.data + 1, lambda: weight.detach().t()[0] * 2):
-            with pytest.raises(UsageError, match="parameter 'w'"):
+            with raises("weights-used-while-sharded", "parameter 'w'"):
                 read()
         reveal(weight, whole)
         assert (weight + 1).shape == (2, 3) and inner.own_class(weight) is nn.Parameter
@@ -68,7 +68,7 @@ def test_what_cannot_be_held_is_refused_without_values_too() -> None:
     class DTensor(Tensor):  # by its name alone
         pass
 
-    with kernels.without_values(), pytest.raises(UsageError, match="is a DTensor"):
+    with kernels.without_values(), raises("model-dtensor-parameter"):
         inner.check("w", nn.Parameter(torch.randn(2).as_subclass(DTensor), requires_grad=False))
 
 

@@ -8,8 +8,8 @@ An entry is a line with the code and a fence with the message:
     engine.join() inside another engine's join() would deadlock: …
     ```
 
-`python -m tests.project.troubleshooting` writes the fences; of several messages with one code, the one that is most like
-the fence before. A fence without a code quotes a warning or another text.
+`python -m tests.project.troubleshooting` writes the fences. Of several messages with one code it is the one
+most like the fence before. A fence without a code quotes a warning or another text.
 """
 
 from __future__ import annotations

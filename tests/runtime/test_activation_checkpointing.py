@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from shardengine.errors import UsageError
 from tests.runtime import test_compile
 from tests.stages.test_traffic import Wide, counted
 from tests.support import cases
+from tests.support.raising import raises
 from tests.support.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -334,7 +334,7 @@ def test_compiled_models(way: str, compiled: str) -> None:
 
 
 def test_a_model_without_blocks_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"repeated blocks .*got Sequential, which has none; name the class"):
+    with raises("activation-checkpointing-without-blocks", "Sequential"):
         engine_of("recomputed", "0", nn.Sequential(nn.Linear(3, 3), nn.Tanh()))
     named = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
     train(engine_of("recomputed", "0", named, zero={"units": ["Linear"]}), squares)
@@ -344,12 +344,12 @@ def test_a_model_without_blocks_is_refused() -> None:
 def test_a_model_that_checkpoints_itself_is_refused() -> None:
     model: Any = cases.make_gpt2()
     model.gradient_checkpointing_enable()
-    with pytest.raises(UsageError, match=r"checkpoints its activations itself.*gradient_checkpointing_disable\(\)"):
+    with raises("activation-checkpointing-twice"):
         engine_of("recomputed", "3", model)
     model.gradient_checkpointing_disable()
     engine = engine_of("recomputed", "3", model)
     model.gradient_checkpointing_enable()
-    with pytest.raises(UsageError, match="itself, and would do it twice"):
+    with raises("activation-checkpointing-twice"):
         cases.loss_of(engine, 0, 0, 0)
     model.gradient_checkpointing_disable()
     assert train(engine) == train(engine_of("kept", "3", cases.make_gpt2()))
@@ -358,7 +358,7 @@ def test_a_model_that_checkpoints_itself_is_refused() -> None:
 def test_a_cache_of_keys_and_values_is_refused() -> None:
     engine = engine_of("recomputed", "3", cases.make_llama())
     ids = torch.zeros(1, 4, dtype=torch.long)
-    with pytest.raises(UsageError, match=r"block 'model.layers.0' was given a cache .*DynamicCache.*use_cache=False"):
+    with raises("activation-checkpointing-with-cache", "'model.layers.0'", "DynamicCache"):
         engine(input_ids=ids, use_cache=True)
     with torch.no_grad():
         assert engine(input_ids=ids, use_cache=True).past_key_values is not None
@@ -385,7 +385,7 @@ def test_a_graph_that_is_older_than_the_weights_is_refused(stage: str) -> None:
     with engine.full_params():
         old = torch.tanh(inner(torch.ones(2, 8))).sum()
     train_one(engine)
-    with pytest.raises(UsageError, match=r"block 'blocks.0' have been modified by an inplace operation"):
+    with raises("activation-checkpointing-weights-changed", "'blocks.0'"):
         engine.backward(old)
     engine.zero_grad()
     train_one(engine)

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
-from shardengine.errors import UsageError
 from shardengine.sharding.partition import find_units
 from tests import oracle
 from tests.support import cases
 from tests.support.comparing import assert_equal_to_truth
+from tests.support.raising import raises
 from tests.support.ranks import RankPool
 
 STEPS = 4
@@ -219,5 +219,5 @@ def test_wrapping_a_block_after_initialize_is_refused() -> None:
     engine = cases.make_engine(make_chain(), cases.config_of("3"), "AdamW")
     blocks: Any = engine.module.blocks
     blocks[1] = torch.compile(blocks[1], backend="eager")
-    with pytest.raises(UsageError, match=r"'blocks\.1' was replaced after initialize"):
+    with raises("model-changed-after-initialize", "'blocks.1'"):
         engine(torch.randn(5, 7))

@@ -166,9 +166,9 @@ def test_a_bucket_costs_the_same_in_a_model_of_any_size(which: str) -> None:
         if which == "pieces":
             list(plan.pieces(bucket))
         elif which == "within":
-            list(plan.pieces_within(bucket, bucket.interval(SHARDED, 1)))
+            list(plan.pieces_within(bucket, bucket.interval_of_rank(SHARDED, 1)))
         else:
-            plan.segments(bucket, bucket.interval(SHARDED, 1), lambda _parameter: 0)
+            plan.segments(bucket, bucket.interval_of_rank(SHARDED, 1), lambda _parameter: 0)
 
     counts = []
     for layers in (30, 120, 480):

@@ -13,6 +13,7 @@ import shardengine
 from shardengine.errors import MismatchError, UsageError
 from shardengine.sharding import partition
 from tests.support import cases
+from tests.support.raising import raises
 from tests.support.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -62,6 +63,6 @@ def test_over_other_ranks_than_the_engines_it_is_refused() -> None:
     model = normed()
     partition.check_sync_batch_norm(model, GPU, 4, lambda group: 4)
     partition.check_sync_batch_norm(nn.BatchNorm1d(3), CPU, 4, lambda group: 2)
-    with pytest.raises(UsageError, match=r"module '1' is a SyncBatchNorm over 8 ranks, and the engine has 4"):
+    with raises("model-sync-batch-norm-ranks", "'1'", "over 8", "has 4"):
         partition.check_sync_batch_norm(model, GPU, 4, lambda group: 8)
     partition.check_sync_batch_norm(model.eval(), GPU, 4, lambda group: 8)

@@ -50,7 +50,7 @@ def held(plan: Layout, rank: int, placement: Placement, *, filled: bool) -> list
         for slot in flat_buffer.slots if filled else ():
             flat[slot.start : slot.end] = contents(plan.parameters[slot.parameter], slot.parameter).view(-1)
         for bucket in flat_buffer.buckets:
-            first, end = bucket.interval(placement, rank)
+            first, end = bucket.interval_of_rank(placement, rank)
             tensors = {"weight": flat[first:end], "exp_avg": -flat[first:end]}
             found += slices_of(plan, bucket, (first, end), tensors)
     return found

@@ -91,7 +91,7 @@ def test_everything_starts_at_aligned_bytes_and_at_16_elements(
 ) -> None:
     for flat_buffer in layout.build(listed, ranks, cap, align).flat_buffers:
         starts = [slot.start for slot in flat_buffer.slots]
-        starts += [bucket.interval(SHARDED, rank)[0] for bucket in flat_buffer.buckets for rank in range(ranks)]
+        starts += [bucket.interval_of_rank(SHARDED, rank)[0] for bucket in flat_buffer.buckets for rank in range(ranks)]
         starts += [edge for bucket in flat_buffer.buckets for edge in (bucket.start, bucket.end)]
         assert all(start % 16 == 0 and start * flat_buffer.itemsize % align == 0 for start in starts)
 
@@ -114,7 +114,7 @@ def test_buckets_tile_their_flat_buffer_within_the_cap(listed: list[ParameterSpe
 def test_slices_tile_their_bucket(listed: list[ParameterSpec], ranks: int, cap: int) -> None:
     for flat_buffer in layout.build(listed, ranks, cap).flat_buffers:
         for bucket in flat_buffer.buckets:
-            slices = [bucket.interval(SHARDED, rank) for rank in range(ranks)]
+            slices = [bucket.interval_of_rank(SHARDED, rank) for rank in range(ranks)]
             assert slices[0][0] == bucket.start and slices[-1][1] == bucket.end
             assert all(a[1] == b[0] for a, b in itertools.pairwise(slices))
             assert {end - start for start, end in slices} == {bucket.slice_length}
@@ -153,7 +153,9 @@ def test_segments_cut_a_slice_exactly_where_the_label_changes(
     for flat_buffer in plan.flat_buffers:
         label_of = {i: labels[slot.parameter] for slot in flat_buffer.slots for i in range(slot.start, slot.padded_end)}
         for bucket in flat_buffer.buckets:
-            for interval in [bucket.interval(SHARDED, rank) for rank in range(ranks)] + [(bucket.start, bucket.end)]:
+            for interval in [bucket.interval_of_rank(SHARDED, rank) for rank in range(ranks)] + [
+                (bucket.start, bucket.end)
+            ]:
                 expected = []
                 for label, run in itertools.groupby(range(*interval), label_of.get):
                     members = list(run)
@@ -191,7 +193,7 @@ def test_the_worked_example_of_the_docstring_is_true() -> None:
     assert alignment(4) == 16 and flat_buffer.length == 64
     assert slots == {"a": (0, 20, 32), "b": (32, 39, 48)}
     assert [(bucket.start, bucket.end) for bucket in plan.buckets] == [(0, 32), (32, 64)]
-    slices = [[bucket.interval(SHARDED, rank) for rank in (0, 1)] for bucket in plan.buckets]
+    slices = [[bucket.interval_of_rank(SHARDED, rank) for rank in (0, 1)] for bucket in plan.buckets]
     assert slices == [[(0, 16), (16, 32)], [(32, 48), (48, 64)]]
     for line in (
         "slots    a: [0, 20) padded to 32          b: [32, 39) padded to 48",

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardengine.errors import UsageError
 from shardengine.offload import Done, Fetched, Platform
 from shardengine.sharding.poison import AWAY, hide, poison, restore_poison, reveal, stand_in
 from tests.support.parts import CPU
+from tests.support.raising import raises
 
 NAME = "parameter 'blocks.0.weight' (rank 1)"
 
@@ -139,7 +139,7 @@ def test_a_read_of_hidden_values_is_refused(name: str) -> None:
     sentence = f"read by {name}" if name != "float" else "moved or cast by double"
     with (
         torch.no_grad(),
-        pytest.raises(UsageError, match="while its weights are sharded: expected this inside") as caught,
+        raises("weights-used-while-sharded", "its weights are sharded", "expected this inside") as caught,
     ):
         READS[name](hidden())
     assert f"{NAME} was {sentence} " in str(caught.value) and "`with engine.full_params():`" in str(caught.value)
@@ -148,7 +148,7 @@ def test_a_read_of_hidden_values_is_refused(name: str) -> None:
 @pytest.mark.parametrize("name", WRITES)
 def test_a_write_to_hidden_values_is_refused_at_once(name: str) -> None:
     parameter = hidden()
-    with torch.no_grad(), pytest.raises(UsageError, match=r"full_params\(writable=True\)") as caught:
+    with torch.no_grad(), raises("weights-used-while-sharded", "full_params(writable=True)") as caught:
         WRITES[name](parameter)
     assert f"{NAME} was written by {name} " in str(caught.value)
     assert not restore_poison(torch.float32, Platform(CPU)), "nothing was written"
@@ -180,7 +180,7 @@ def test_what_is_shown_again_is_what_it_was() -> None:
     assert type(parameter) is nn.Parameter and vars(parameter) == {"mine": "kept"} and parameter.sum() == 24
     assert pickle.loads(pickle.dumps(parameter)).sum() == 24
     reveal(parameter, torch.ones(3, 4))  # as often as one likes
-    with pytest.raises(UsageError, match="weights are sharded"):
+    with raises("weights-used-while-sharded", "weights are sharded"):
         detached.sum()
 
 
@@ -188,11 +188,11 @@ def test_what_a_user_puts_into_a_hidden_parameter_is_refused_where_it_would_be_l
     parameter, other = hidden(), hidden()
     hide(other, other.data, "parameter 'other' (rank 1)")
     for given in (torch.ones(3, 4), other.data):
-        with pytest.raises(UsageError, match=r"written by an assignment to .data .*writable=True"):
+        with raises("weights-used-while-sharded", "written", "an assignment to .data", "writable=True"):
             parameter.data = given
     parameter.data = parameter.data  # as module.to(device) does
     hide(parameter, parameter.data, "parameter 'blocks.0.weight' (rank 1)", AWAY)
-    with pytest.raises(UsageError, match="reload_states"):
+    with raises("weights-used-while-sharded", "reload_states"):
         parameter.data = other.data
     parameter.data = torch.ones(3, 4)
     assert parameter.sum() == 12
@@ -213,7 +213,7 @@ class Taking(nn.Parameter):
 def test_classes_of_parameters() -> None:
     parameter = hidden(Own(torch.ones(3, 4)))
     assert isinstance(parameter, Own) and type(parameter).__name__ == "Own"
-    with pytest.raises(UsageError, match="was read by sum"):
+    with raises("weights-used-while-sharded", "read", "sum"):
         parameter.sum()
     reveal(parameter, torch.ones(3, 4))
     assert type(parameter) is Own
@@ -226,5 +226,5 @@ def test_ordinary_tensors_of_a_device_without_values_are_not_taken_for_poison(de
     parameter = nn.Parameter(torch.ones(3, 4, device=device))
     hide(parameter, poison(torch.float32, (3, 4), parameter.device), NAME)
     assert (torch.ones(2, 2, device=device) + 1).shape == (2, 2)
-    with pytest.raises(UsageError, match="was read by add"):
+    with raises("weights-used-while-sharded", "read", "add"):
         torch.ones(3, 4, device=device) + parameter

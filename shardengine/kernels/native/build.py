@@ -43,8 +43,11 @@ _LOCK_SECONDS, _COMPILE_SECONDS = 60.0, 300.0
 
 
 class Built(NamedTuple):
-    """path: the library, None if there is none; ``problem`` then gives the reason. temporary: its folder is to be
-    removed."""
+    """The result of building or finding the library.
+
+    path: the library, None if there is none; ``problem`` then gives the reason · temporary: its folder is to be
+    removed.
+    """
 
     path: Path | None
     problem: str = ""
@@ -64,8 +67,10 @@ def flags() -> tuple[str, ...]:
 
 
 def source_key() -> str:
-    """Return a hash of source, flags and processor family: 16 hexadecimal digits. The library itself contains it as
-    well."""
+    """Return a hash of source, flags and processor family: 16 hexadecimal digits.
+
+    The library itself contains it as well.
+    """
     parts = [*flags(), platform.machine()]
     for file in sorted(SOURCE.iterdir()):
         parts += [file.name, file.read_text(encoding="utf-8")]
@@ -124,8 +129,10 @@ def is_whole(path: Path) -> bool:
 
 
 def cache_folder() -> Path:
-    """Return $SHARDENGINE_CACHE, else shardengine in $XDG_CACHE_HOME or ~/.cache. Raises RuntimeError without a
-    home."""
+    """Return $SHARDENGINE_CACHE, else shardengine in $XDG_CACHE_HOME or ~/.cache.
+
+    Raises RuntimeError without a home.
+    """
     named = os.environ.get("SHARDENGINE_CACHE")
     return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardengine"
 

@@ -40,7 +40,7 @@ _CPU = torch.device("cpu")
 _WHOLE = 1 << 62
 """Elements per block of the table of spans: large enough for one block each."""
 _STREAMED = 16 << 20
-"""The least bytes of ``out`` for which flatten writes past the caches. Measured with 2 MB of cache per core, 260 MB
+"""If ``out`` has at least as many bytes, flatten writes past the caches. Measured with 2 MB of cache per core, 260 MB
 shared: with 54 MB the copy takes 0.6 to 0.7 of the time. With 16 MB the two are equal if the next operation reads the
 result; below, the next operation finds it in the caches."""
 

@@ -1,6 +1,6 @@
 """Every declared operation as Triton kernels, with the bits of the torch reference.
 
-[Note: Bits of a kernel] A kernel has the declared bits, on every GPU and under Triton's interpreter, because
+[Note: Bits of a kernel] A kernel has the declared bits, on every GPU and under Triton's interpreter, because:
 - it is launched with ``enable_fp_fusion=False``, so that a product and a sum are rounded one after the other
 - divisions and roots are ``tl.div_rn`` and ``tl.sqrt_rn``; denormals are kept
 - floats never go to a reduction whose order Triton is free to choose: sums are written out (a tree over ranks,

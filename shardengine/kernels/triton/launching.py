@@ -64,8 +64,10 @@ def integers(values: list[int]) -> Tensor:
 
 
 def sent(table: Tensor, device: torch.device) -> Tensor:
-    """Return a new host tensor on ``device``. It goes to CUDA from pinned memory, which torch keeps until the copy is
-    done."""
+    """Return a new host tensor on ``device``.
+
+    It goes to CUDA from pinned memory, which torch keeps until the copy is done.
+    """
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
@@ -75,8 +77,10 @@ def blocks_of(count: int, block: int) -> int:
 
 
 def signed(word: int) -> int:
-    """Return a 32-bit word as the signed number with the same bits, so that a kernel's argument has one type for all
-    words."""
+    """Return a 32-bit word as the signed number with the same bits.
+
+    So a kernel's argument has one type for all words.
+    """
     return word - (1 << 32) if word >= 1 << 31 else word
 
 

@@ -22,8 +22,8 @@ from shardengine.kernels.triton.launching import GRANULE, is_finite, launch, nea
 from shardengine.kernels.triton.states import joined, read_state, split, words_in_rows, write_state
 
 BLOCK, WARPS = 1024, 8
-"""Four elements per thread: 16 bytes of every fp32 tensor. With more, a bf16 one would want eight neighbours in a
-thread, and the others would be shuffled through shared memory."""
+"""Four elements per thread: 16 bytes of every fp32 tensor. With more, a bf16 tensor needs eight neighbours in a thread,
+and the other tensors are shuffled through shared memory."""
 
 
 def update(

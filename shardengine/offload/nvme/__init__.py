@@ -3,7 +3,7 @@
 file_tier       stores in that file, with few buffers
 extent_file     its extents and their checksums, the messages of failures
 free_list       the free bytes of the file
-disk            the file as the system has it, and the threads that read and write it
+disk            the file on the disk: made, grown, read and written by threads
 io_request      a read or a write in flight
 lease           which files below a directory belong to a living process
 

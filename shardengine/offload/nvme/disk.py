@@ -78,8 +78,10 @@ class DiskFile:
         return direct_io.is_direct(self._file)
 
     def grow(self, count: int) -> int:
-        """Append ``count`` bytes of zeros (a multiple of the alignment), reserved if possible. Return the offset of the
-        first."""
+        """Append ``count`` bytes of zeros (a multiple of the alignment), reserved if possible.
+
+        Returns the offset of the first.
+        """
         start = self.size
         try:
             direct_io.fallocate(self._plain, start, count)

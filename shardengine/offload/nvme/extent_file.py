@@ -1,5 +1,4 @@
-"""One file per process for states that do not fit into memory, cut into extents that are read and written
-asynchronously.
+"""One file per process for states that do not fit into memory, in extents with asynchronous reads and writes.
 
 Owns: extents and their checksums, the order of requests, the messages of failures. Must not know: the meaning of the
 bytes.
@@ -8,8 +7,8 @@ bytes.
 computed from the caller's memory before the block is written, and compared with the bytes of a read before the caller
 gets them. So a lost write, a block from another place and a flipped bit are all detected. A new extent holds zeros, and
 is compared with zeros. Memory that a caller only reads (``look``) was compared when the caller got it, and changes
-nothing. Writes to memory that is the file (``edit``) are not observed: the next request computes new checksums from
-the bytes in the file, and so does every request as long as that memory lives.
+nothing. Writes to memory that is the file (``edit``) are not observed: the next request computes new checksums from the
+bytes in the file, and so does every request as long as that memory lives.
 
 [Note: Order of requests] Requests of one extent follow each other: a new request waits for the one before it, which is
 usually long done. Reads and writes have separate threads, so a disk that can do both at once does.
@@ -121,8 +120,10 @@ class ExtentFile:
         return self._reserved[count].pop()
 
     def reserve(self, count: int) -> None:
-        """Take room on the disk for ``allocate(count)``, which does not fail then. Raises OffloadError if there is
-        none."""
+        """Take room on the disk for ``allocate(count)``, which does not fail then.
+
+        Raises OffloadError if there is none.
+        """
         self._check_held()
         if count < 0:
             raise UsageError(
@@ -162,8 +163,10 @@ class ExtentFile:
         return self._begin(extent, into, reading=True)
 
     def write(self, extent: Extent, source: Tensor) -> IORequest:
-        """Write ``source``, memory as for ``read``. If the request fails, the extent is torn until another write
-        succeeds."""
+        """Write ``source``, memory as for ``read``.
+
+        If the request fails, the extent is torn until another write succeeds.
+        """
         return self._begin(extent, source, reading=False)
 
     def look(self, extent: Extent) -> Tensor:
@@ -175,8 +178,10 @@ class ExtentFile:
         return self._mapped(extent, shared=False)
 
     def edit(self, extent: Extent) -> Tensor:
-        """Return memory as ``look`` does, but writes to it go to the file; they are not verified until they are read
-        back."""
+        """Return memory as ``look`` does, but writes to it go to the file.
+
+        They are not verified until they are read back.
+        """
         return self._mapped(extent, shared=True)
 
     def close(self) -> None:
@@ -240,8 +245,10 @@ class ExtentFile:
         return torch.frombuffer(area, dtype=torch.uint8)
 
     def _blocks(self, extent: Extent, data: memoryview, *, reading: bool, cached: bool = False) -> _Blocks:
-        """Return a request for ``extent`` that follows the one before it. If it cannot be carried out, it has failed
-        already."""
+        """Return a request for ``extent`` that follows the one before it.
+
+        If it cannot be carried out, it has failed already.
+        """
         self._check_held()
         state = self._states.get(extent)
         if state is None:
@@ -280,8 +287,10 @@ class ExtentFile:
 
 
 class _Blocks:
-    """The blocks of an I/O request. It does not refer to the ExtentFile, which may be collected before the last block
-    is done."""
+    """The blocks of an I/O request.
+
+    It does not refer to the ExtentFile, which may be collected before the last block is done.
+    """
 
     def __init__(
         self, file: ExtentFile, extent: Extent, state: _State, data: memoryview, *, reading: bool, cached: bool
@@ -296,8 +305,10 @@ class _Blocks:
         self.request = IORequest(len(state.sums))
 
     def carry_out(self) -> None:
-        """Process block after block until all have been begun, in any number of threads. After a failure the rest is
-        skipped."""
+        """Process block after block until all have been begun, in any number of threads.
+
+        After a failure the rest is skipped.
+        """
         for start in self._left:
             if not self.failed:
                 try:
@@ -335,8 +346,10 @@ class _Blocks:
         self._disk.write(data, self._extent.offset + start)
 
     def _last_words(self) -> None:
-        """Update the state at the end. Memory of an ``edit`` that was gone when this began has not changed since: the
-        sums hold."""
+        """Update the state at the end.
+
+        Memory of an ``edit`` that was gone when this began has not changed since: the sums hold.
+        """
         if not self._reading:
             self._state.torn = self.failed
         if self._gone and not self.failed:

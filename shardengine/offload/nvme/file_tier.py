@@ -57,8 +57,10 @@ class _Status(enum.Enum):
 
 @dataclass(frozen=True)
 class _Part:
-    """Tensors that were added together: name → (first byte, elements, dtype) in ``extent``; ``start``: its place in a
-    buffer."""
+    """Tensors that were added together.
+
+    tensors: name → (first byte, elements, dtype), in ``extent`` · start: the place in a buffer.
+    """
 
     extent: Extent
     start: int
@@ -231,8 +233,10 @@ class FileStore(ShardStore):
             self._read(buffer)
 
     def check_out(self, *, blank: bool = False, to_copy: bool = False) -> dict[str, Tensor]:
-        """See ``ShardStore``. Raises OffloadError if the store cannot be read, or its bytes are not those that were
-        written."""
+        """See ``ShardStore``.
+
+        Raises OffloadError if the store cannot be read, or its bytes are not those that were written.
+        """
         if blank and self._state is not _Status.CHECKED_OUT:
             self._settle()
             self._buffer = self._tier.take_buffer(wait=True)
@@ -328,8 +332,10 @@ class FileStore(ShardStore):
         self._release()
 
     def write_again(self) -> None:
-        """Repeat a failed write, because its buffer is needed. Raises OffloadError if it fails again; nothing has
-        changed then."""
+        """Repeat a failed write, because its buffer is needed.
+
+        Raises OffloadError if it fails again; nothing has changed then.
+        """
         self._settle()
 
     def drop(self) -> None:
@@ -397,8 +403,7 @@ class FileStore(ShardStore):
 
 
 def _places(forms: Forms) -> tuple[dict[str, tuple[int, int, torch.dtype]], int]:
-    """Return the places of tensors that are added together: name → (first byte, elements, dtype); and the bytes of
-    all."""
+    """Return where tensors lie that are added together: name → (first byte, elements, dtype), and the bytes of all."""
     places, end = {}, 0
     for name, (count, dtype) in forms.items():
         places[name] = (end, count, dtype)

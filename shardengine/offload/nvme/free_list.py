@@ -23,8 +23,10 @@ class FreeList:
         self._ends[before] = self._ends.pop(end, end)
 
     def take(self, count: int) -> int | None:
-        """Take ``count`` bytes from the smallest free interval that holds them. Return their start, or None if there is
-        none."""
+        """Take ``count`` bytes from the smallest free interval that holds them.
+
+        Returns their start, or None if there is none.
+        """
         fitting = [(end - start, start) for start, end in self._ends.items() if end - start >= count]
         if not fitting or not count:
             return None

@@ -34,8 +34,10 @@ class IORequest:
         return self._failure is not None
 
     def wait(self) -> None:
-        """Block until it is done. If it failed, each call raises OffloadError, and the memory of a read is
-        undefined."""
+        """Block until it is done.
+
+        If it failed, each call raises OffloadError, and the memory of a read is undefined.
+        """
         self.wait_quietly()
         if self._failure is not None:
             text, cause = self._failure

@@ -1,7 +1,7 @@
-"""What keys say together. Owns: conflicts between keys that are each well-formed, and the equation of the batch sizes.
+"""Checks of several keys together. Owns: conflicts between valid keys, and the equation of the batch sizes.
 
-Must not know: how a file is read. A key that could not be read has its default here: a check of several keys asks
-``Reader.usable`` for those whose default it would refuse (reader, [Note: One mistake, one problem]).
+Must not know: how a file is read. A key that could not be read has its default here: a check asks ``Reader.usable``
+about each key whose default it would reject (reader, [Note: One mistake, one problem]).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SMALLEST_SCALE = 2.0**-126
 
 
 def check_together(config: TopLevel, reader: Reader) -> None:
-    """Add to the reader's problems what in ``config`` does not go together."""
+    """Add the conflicts between keys of ``config`` to the reader's problems."""
     _check_precision(config, reader)
     _check_offload(config, reader)
     _check_shard_groups(config, reader)
@@ -178,7 +178,8 @@ def _check_comm_hook(config: TopLevel, reader: Reader) -> None:
     if quantized and hook.name != "none":
         reader.problem(
             "zero_optimization.zero_quantized_gradients",
-            f"expected no comm_hook beside it, got {hook.name}: both say what travels; leave one of them out",
+            f"cannot be combined with comm_hook, got {hook.name}: both define the format of gradients; remove one of "
+            "them",
         )
     if ((codes and hook.name != "none") or quantized) and config.communication_data_type is not None:
         reader.problem(
@@ -215,7 +216,7 @@ def _check_sparse_gradients(config: TopLevel, reader: Reader) -> None:
     if config.comm_hook.name != "none" or zero.zero_quantized_gradients:
         reader.problem(
             "sparse_gradients",
-            "expected no comm_hook beside it, which says what travels of all gradients; leave one of them out",
+            "cannot be combined with comm_hook, which defines the format of all gradients; remove one of them",
         )
 
 

@@ -124,7 +124,7 @@ class Watcher:
 
     def _judge(self, failures: Failures, watchdog: Watchdog, record: CollectiveRecord, now: float) -> str:
         try:
-            watchdog.look()
+            watchdog.raise_if_in_vain()
         except (CommunicationError, MismatchError) as error:
             if self._in_vain_since is None:
                 self._in_vain_since = now
