@@ -2,9 +2,14 @@
 
 Must not know: the format of tensor files, how ranks synchronize.
 
+0. agreement   ranks compare their arguments; the weights that a user's code has written are taken over
 1. directory   rank 0 creates an empty directory beside the checkpoints
-2. files       every rank writes its tensors to one file, and its entry of the index to another
-3. index       rank 0 combines these entries into the index, removes them, and renames the directory
+2. files       every rank writes its tensors to one file, and its entry of the index to another; with ``async_save``
+               from host copies, in a thread, while training continues
+3. index       rank 0 combines these entries into the index, and removes them
+4. commit      rank 0 renames the directory to the tag (``directory.finish``), and lets ``latest`` name it; an older
+               checkpoint with that tag is moved aside before, and removed after
+5. clean-up    checkpoints beyond ``keep_last`` are removed
 """
 
 from __future__ import annotations

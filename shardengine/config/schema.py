@@ -231,8 +231,9 @@ class ZeroConfig:
     reduce_bucket_size: int | Literal["auto"] = key(
         12_500_000,
         COUNT_OR_AUTO,
-        'Most elements of a gradient bucket; "auto": chosen by the measured speed of the group of ranks. Raised to the '
-        "size of a parameter that is more than 8 times as large, up to 262,144.",
+        "Most elements of a bucket, which is reduced, and at stage 3 gathered, in one collective; the first bucket of "
+        'a unit is shorter. "auto": chosen by the measured speed of the group of ranks. Raised to the size of a '
+        "parameter that is more than 8 times as large, up to 262,144.",
     )
     recut_buckets: bool = switch(
         True,

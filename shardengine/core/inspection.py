@@ -1,4 +1,6 @@
-"""The engine's reports about itself: sizes, learning rates, bytes in memory and on the wire. It changes nothing.
+"""The engine's reports about itself (learning rates, bytes in memory and on the wire), and its side of checkpoints.
+
+The reports change nothing. The private methods below them let ``checkpoint/`` read the engine's counters and set them.
 
 Must not know: forward, backward, the step. Every call here is local; none is collective.
 """

@@ -366,7 +366,11 @@ class Reducer:
             self._order.note_ready(index)
 
     def finalize_backward(self) -> None:
-        """End a backward: launch the remaining buckets (zeros for parameters that this rank did not use) and wait."""
+        """End a backward: launch the remaining buckets (zeros for parameters that this rank did not use), and wait.
+
+        If the accumulation window ends here without another reduction, its total is completed. Collective in the first
+        backward that reduces: ranks adopt rank 0's order of buckets.
+        """
         mode, rules = self._mode, self._today
         if mode.synchronise:
             for index in self._order.left():

@@ -2,8 +2,8 @@
 
 One step: ``engine(batch)`` runs the module, and its hooks gather and reshard units (schedule). ``engine.backward``
 divides the loss. Autograd passes each gradient to the reducer; the end of the backward ends the micro-batch. On the
-boundary ``engine.step`` clips the gradients, steps the shards (optimizer), and gathers the stepped weights if they are
-kept replicated.
+boundary ``engine.step`` steps the shards (optimizer; clipping is a factor there), and gathers stepped weights if they
+are kept replicated.
 """
 
 from __future__ import annotations

@@ -397,9 +397,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
                                     self.norm_type)]  # fmt: skip
 
     def step_buckets(self) -> Iterator[Bucket]:
-        """Phases 2 and 3: step the buckets in layout order and yield each one as soon as it is stepped.
+        """Step the buckets in layout order, lazily: each one when the caller (``Core.publish``) asks for the next.
 
-        Continue an update that was interrupted between two buckets.
+        The norm is known before (``finish_gradients``, phase 1). The update is phase 2; the caller publishes each
+        bucket, phase 3. An update that was interrupted between two buckets continues.
         """
         # 2. update
         update = self.update = self.update or Update()

@@ -242,7 +242,7 @@ def attach_unit_events(schedule: Schedule, root: nn.Module, units: Mapping[nn.Mo
             handles.append(module.register_forward_pre_hook(_Hook(announce.before), with_kwargs=True, prepend=True))
             handles.append(module.register_forward_hook(_Hook(announce.after)))
         ended = announce.ended if module in units else None
-        handles.append(module.register_forward_pre_hook(_enter(schedule, root), prepend=True))
+        handles.append(module.register_forward_pre_hook(_enter(schedule, root), prepend=True))  # so before ``before``
         leave = _leave(schedule, root, ended)
         handles.append(module.register_forward_hook(leave, always_call=True))  # even if it raises
     return handles

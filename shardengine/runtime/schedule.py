@@ -621,7 +621,12 @@ class Schedule:
             self.complete_gradients()
 
     def complete_gradients(self) -> None:
-        """Agree with all ranks on the window's gradients, which are complete here; then run the callback."""
+        """Agree with all ranks on the gradients of the accumulation window, which are complete here; run the callback.
+
+        The calls go down and up once: ``Reducer.finish_gradients`` checks that the step may agree,
+        ``ShardedOptimizer.finish_gradients`` makes this rank's part of the norm, ``Reducer.agree`` exchanges it with
+        the used parameters, and the optimizer then shows the gradients.
+        """
         self._reducer.finish_gradients()
         for agreed in self._agreed.values():
             agreed.begin_window()
@@ -772,6 +777,7 @@ class Schedule:
             hold.clear()
 
     def _request(self, index: int) -> None:
+        """Unit ``index`` is needed next: record it, and reshard the unit that waited for this."""
         turned = not self._outermost
         self._note(What.AGAIN if turned else What.REQUEST, index)
         self._orders.request(self._grad_pass, index, turned=turned)
@@ -779,6 +785,7 @@ class Schedule:
         self._need(index)
 
     def _need(self, index: int) -> None:
+        """Have the weights of unit ``index`` whole: start its gather, if nobody has, and those ahead; wait for it."""
         self._note(What.NEED, index)
         unit = self.units[index]
         if unit.state is UnshardState.SHARDED:
@@ -787,6 +794,7 @@ class Schedule:
         self._wait_for_unshard(unit)
 
     def _unshard(self, unit: Unit) -> None:
+        """Start the gather of ``unit``, on which all ranks agree ([Note: Agreed gathers] in prefetch_order)."""
         agreed = self._agreed[self._grad_pass]
         if not agreed.gathers_as_expected(unit.index):
             self._ask(unit, agreed)
@@ -829,6 +837,7 @@ class Schedule:
         )
 
     def _wait_for_unshard(self, unit: Unit) -> None:
+        """Finish the gather of ``unit``; start it if it was not."""
         if unit.state is UnshardState.SHARDED:
             self._unshard(unit)
         if unit.state is UnshardState.UNSHARDING:
