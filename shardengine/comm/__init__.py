@@ -2,13 +2,13 @@
 
 devices          which device and which backend a rank uses
 nodes            which ranks share a node
-mesh             process groups
+mesh             process groups, also of shard groups (``in_shard_groups_of``)
 group_kind       how those of gloo and of NCCL are made, and how they end
 rendezvous       which rank this is: the variables of torchrun, SLURM and MPI
 launcher         ranks from a script
 rank_failure     why the process of a rank ended, and which of several was first
 wire             torch's data operations, the only file that calls them
-transfer         collectives of buckets, compiled once per layout
+transfer         collectives of buckets, compiled once per layout; a reduce-scatter is an all-to-all and a local sum
 collectives      data operations between ranks, by their effect
 group_speed      how long collectives of the group last, measured
 work             a collective from its start to the end of its wait: counted, compared, waited for

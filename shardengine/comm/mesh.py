@@ -151,7 +151,7 @@ class Mesh:
         """Return the numbers of these ranks of the mesh in the default process group."""
         return [self.global_ranks[rank] for rank in ranks] if self.global_ranks else ranks
 
-    def in_groups_of(self, size: int) -> Mesh:
+    def in_shard_groups_of(self, size: int) -> Mesh:
         """Return the mesh in shard groups of ``size`` ranks each, which must divide its ranks; collective."""
         replicas = self.ranks // size
         if replicas > 1 and replicas not in self.shard_groups:
@@ -248,7 +248,7 @@ class Mesh:
         )
         if self.node_groups:
             new.make_node_groups()
-        return new.in_groups_of(self.ranks // self.replicas)
+        return new.in_shard_groups_of(self.ranks // self.replicas)
 
     def store(self) -> Store | None:
         """Return a new connection to the process group's store, under a name that belongs only to these groups.

@@ -38,7 +38,10 @@ REFUSED: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
             (),
             "there is no second engine for inference; call `engine.generate`, or `engine.full_params()` around it",
         ),
-        "pipeline": ((), "the model is not cut into pipeline stages; stage 3 trains what one device cannot hold"),
+        "pipeline": (
+            (),
+            "the model is not cut into pipeline stages; stage 3 trains models that one device cannot hold",
+        ),
         "progressive_layer_drop": ((), "layers are dropped by the model's own forward; do it there"),
         "quantize_training": ((), _NOT_QUANTIZED),
         "sequence_parallel_size": ((1,), f"sequences are not cut over ranks; {_SPLIT_FIRST}"),
@@ -70,7 +73,7 @@ REFUSED: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
     "zero_optimization": {
         "zenflow": (
             (),
-            "it steps with gradients of an earlier step, which changes what is learnt; "
+            "it steps with gradients of an earlier step, which changes the training; "
             "`offload_optimizer.step_in_backward` hides the step on the CPU without that",
         ),
         "zero_quantized_nontrainable_weights": (
@@ -96,7 +99,8 @@ _TRACE = "`engine.trace(path)` draws where the time of a step goes, and `train` 
 _TRAFFIC = "`engine.traffic()` counts the bytes of every collective, and `engine.trace(path)` draws them"
 _COMPILE = "nothing is compiled by itself; call torch.compile on the model or its blocks before `initialize`"
 _DIVIDED_ONCE = (
-    "it divides before the sum what is not divided after it, and here sums over ranks are divided once, when complete; "
+    "it splits the division into a part before the sum and one after it; here sums over ranks are divided once, when "
+    "complete; "
     "`gradient_divide_factor` says by what"
 )
 _NO_SEQUENCES = "sequences are not cut over ranks"
@@ -108,7 +112,7 @@ NO_EFFECT: dict[str, dict[str, str]] = {
         "cuda_visible_devices": "the launcher's environment says which devices there are",
         "dataloader_drop_last": "the engine makes no data loader",
         "datastates_ckpt": _ASYNC_SAVE,
-        "disable_allgather": "the stage decides what is gathered",
+        "disable_allgather": "the stage decides which tensors are gathered",
         "disable_python_gc": "Python's garbage collector is left alone",
         "dump_state": "`shardengine config FILE --resolved` prints the resolved config",
         "flops_profiler": "torch.profiler counts operations, and `engine.trace(path)` draws the step",
@@ -149,7 +153,7 @@ NO_EFFECT: dict[str, dict[str, str]] = {
     "tensor_parallel.tp": dict.fromkeys(("tp_grain_size", "mpu", "tp_group"), _NO_TENSOR_PARALLEL),
     "zero_optimization": {
         "elastic_checkpoint": _ANY_TOPOLOGY,
-        "allgather_partitions": "the stage decides what is gathered",
+        "allgather_partitions": "the stage decides which tensors are gathered",
         "allgather_bucket_size": "weights are gathered in the buckets that gradients are reduced in",
         "reduce_scatter": "the stage decides how gradients are reduced",
         "contiguous_gradients": _ONE_LAYOUT,
@@ -186,7 +190,7 @@ NO_EFFECT: dict[str, dict[str, str]] = {
     },
     "zero_optimization.offload_param": {
         "buffer_size": "a buffer is as large as the largest bucket's shard",
-        "max_in_cpu": "what is kept on the disk is in host memory only while it is on its way",
+        "max_in_cpu": "tensors on the disk are in host memory only while they are moved",
     },
     "activation_checkpointing": {
         "partition_activations": _NO_PARTITION,
@@ -203,7 +207,7 @@ NO_EFFECT: dict[str, dict[str, str]] = {
     "checkpoint": {
         "checkpoint_serialization": "checkpoints are safetensors and JSON, without pickles",
         "writer": _FAST_FILES,
-        "tag_validation": "ranks always compare what they save",
+        "tag_validation": "ranks always compare the tags that they save",
         "use_node_local_storage": "the output directory is the caller's choice",
         "parallel_write": "every rank writes its own shard",
         "load_universal": _ANY_TOPOLOGY,

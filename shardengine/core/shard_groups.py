@@ -123,4 +123,4 @@ def in_shard_groups(config: Config, mesh: Mesh, start: Collectives) -> Mesh:
         _log.warning("comm_hook %s does nothing here: all %d ranks are one shard group", hook, mesh.ranks)
     topic = "number of ranks in a shard group (mesh=, shard_group_size, zero_hpz_partition_size)"
     compare(start, {topic: [str(size)]})
-    return mesh.in_groups_of(size)
+    return mesh.in_shard_groups_of(size)

@@ -1,4 +1,4 @@
-"""Where bytes are stored (device, host memory, disk), copies between these places, and the optimizer step on the host.
+"""Where bytes are stored (device, host memory, disk), and copies between these places.
 
 tiers                     the tier of each bucket, also for the ratio "auto"
 shard_store               the tensors of one bucket in a tier
@@ -7,7 +7,7 @@ direct_io                 transfers between memory and any file, past the page c
 platform                  a device beside the host: streams, copies and their ends, page-locked memory
 copy_queue                tensors on their way between device and host
 pool, host_memory         buffers that are used again; memory in huge pages
-cpu_adam                  the step on the host, also for loops without an engine
+cpu_adam                  Adam for loops without an engine; an engine steps on the host by optim.update
 
 Must not know: stages, the contents of a bucket, process groups, the order of a step.
 """

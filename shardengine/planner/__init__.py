@@ -1,6 +1,6 @@
 """Plans the needs of a run before there is a device, a weight or another rank: the engine itself, run dry.
 
-memory_plan   `shardengine.plan`: the memory that each tier needs, and whether it fits
+memory_plan   `shardengine.plan`: the memory that each tier needs, and whether it fits; by a dry run (formulas: budget)
 choice        `shardengine.choose`: the fastest config that fits
 hardware      ranks and memory, as people write them
 machine       the hardware of this machine

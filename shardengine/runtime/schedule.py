@@ -721,7 +721,7 @@ class Schedule:
         elif what is What.NEED:
             self._need(index)
         elif what is What.AHEAD:
-            self._prefetch()
+            self._unshard_and_load_ahead()
         elif what in (What.RESHARD, What.KEEP) and unit.state is not UnshardState.SHARDED:
             self._wait_for_unshard(unit)
             unit.reshard(keep_inside=what is What.KEEP)
@@ -790,7 +790,7 @@ class Schedule:
         unit = self.units[index]
         if unit.state is UnshardState.SHARDED:
             self._unshard(unit)
-        self._prefetch()
+        self._unshard_and_load_ahead()
         self._wait_for_unshard(unit)
 
     def _unshard(self, unit: Unit) -> None:
@@ -858,7 +858,7 @@ class Schedule:
         """Reshard unit ``index`` unless something holds it; then use the room to unshard ahead."""
         if self._reshard_unless_held(index):
             self._note(What.AHEAD)
-            self._prefetch()
+            self._unshard_and_load_ahead()
 
     def _reshard_unless_held(self, index: int) -> bool:
         unit, hold = self.units[index], self._holds[index]
@@ -881,14 +881,14 @@ class Schedule:
             if self.units[number].state is UnshardState.UNSHARDED and self.units[number].owns_storage(keys):
                 self._holds[number].lent = True
 
-    def _prefetch(self) -> None:
+    def _unshard_and_load_ahead(self) -> None:
         """Unshard units ahead, and load the offloaded shards of the units after those."""
         self._unshard_ahead()
         if not self._fetches:
             return
         for index in self._orders.of[self._grad_pass].ahead(_FETCHED_AHEAD):
             if self.units[index].state is UnshardState.SHARDED:
-                self.units[index].prefetch()
+                self.units[index].load_ahead()
 
     def _unshard_ahead(self) -> None:
         """Start unsharding the units that are predicted next, up to the budget, at least one of them.

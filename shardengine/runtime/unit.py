@@ -210,7 +210,7 @@ class Unit:
             self._abort_unshard()
             raise
 
-    def prefetch(self) -> None:
+    def load_ahead(self) -> None:
         """Load the shards of offloaded weights, as far as there is room, because the unit is unsharded soon."""
         for bucket in self.buckets():
             bucket.prefetch_shard()

@@ -6,7 +6,7 @@ inner         parameters that consist of several tensors (quantised ones)
 shared_memory parameters in the memory of other tensors, which raise an error
 layout        offsets, padding and slices, as integers
 readiness     the time when buckets are full, for a given order of gradients
-bucket        flat storage, and views into it
+bucket        flat storage, and views into it (filled by runtime.placing)
 poison        the tensors that parameters show while their weights are elsewhere
 flat_slices   elements of parameters by name and position, in any layout
 left_shards   the state that a closed engine leaves on its module

@@ -13,7 +13,7 @@ SCRIPTS = {
     "tensor_parallel": "tensor_parallel.autotp_size",
     "sequence_parallel_size": "sequences are not cut over ranks",
     "elasticity": "the number of ranks does not choose the batch size",
-    "pipeline": "stage 3 trains what one device cannot hold",
+    "pipeline": "stage 3 trains models that one device cannot hold",
     "zero_optimisation": 'the nearest valid key is "zero_optimization"',
     "OneBitAdam": "it compresses its own communication; use one of AdamW, Adam, SGD, Lion",
     "Lamb": "it needs the norm of each full parameter; use one of AdamW",

@@ -18,7 +18,7 @@ BEGIN, END = "<!-- begin -->\n", "<!-- end -->\n"
 def lists() -> str:
     """The generated part of the page."""
     rows = [
-        "### Used", "", "| key | default | what it says |", "|---|---|---|",
+        "### Used", "", "| key | default | meaning |", "|---|---|---|",
         *(
             f"| `{key.name}` | `{json.dumps(plain(key.default))}` | {key.note} |"
             for key in of(Status.ACTIVE)

@@ -224,7 +224,7 @@ def test_bytes_by_axis(pools: Pools, stage: str, micros: int, low: bool) -> None
 def gather_one() -> tuple[set[str], set[str]]:
     """Of what the computation knows before and after it waits for a gather along both axes."""
     with adversary(cases.mesh_of_this_process()) as foe:
-        mesh = foe.mesh.in_groups_of(2)
+        mesh = foe.mesh.in_shard_groups_of(2)
         link = Collectives(mesh, BufferPool(mesh.platform))
         full = torch.zeros(64)
         group, place = divmod(mesh.rank, 2)

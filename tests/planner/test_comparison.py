@@ -203,7 +203,7 @@ def test_why_there_is_no_plan_is_said_in_a_few_words() -> None:
     where, threads = Hardware(2, 1 << 30, is_gpu=False), set(threading.enumerate())
     batch = SMALL["Llama"].batch
     asks = plan_amid(mixtral("eager"), config_of(Case("Mixtral", 2, "2")), where, batch)
-    assert asks.startswith("the model's shapes depend on data (aten.nonzero.default)")
+    assert isinstance(asks, str) and asks.startswith("the model's shapes depend on data (aten.nonzero.default)")
     assert line_of(asks) == f"none: {asks}"
     assert set(threading.enumerate()) <= threads  # of the engine that was not closed there is none left
 
