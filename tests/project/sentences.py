@@ -20,18 +20,19 @@ WITHOUT_CODE = frozenset({"ShardEngineError", "ConfigError", "InternalError"})
 """A config's problems have keys; an internal error is a bug, which nobody looks up."""
 
 
-def skeleton(node: ast.expr) -> str:
-    """The text of ``node``; ``{}`` for what is known at run time only."""
+def skeleton(node: ast.expr, value: str = "{}", *, choices: bool = True) -> str:
+    """The text of ``node``, with ``value`` for each part that is known at run time only. choices: show both texts of a
+    condition."""
     match node:
         case ast.Constant(value=str(text)):
             return text
         case ast.JoinedStr(values=parts):
-            return "".join(map(skeleton, parts))
+            return "".join(skeleton(part, value, choices=choices) for part in parts)
         case ast.BinOp(left=left, op=ast.Add(), right=right):
-            return skeleton(left) + skeleton(right)
-        case ast.IfExp(body=first, orelse=second):
-            return f"[{skeleton(first)}|{skeleton(second)}]"
-    return "{}"
+            return skeleton(left, value, choices=choices) + skeleton(right, value, choices=choices)
+        case ast.IfExp(body=first, orelse=second) if choices:
+            return f"[{skeleton(first, value)}|{skeleton(second, value)}]"
+    return value
 
 
 def raised(source: str) -> Iterator[tuple[str, str, str, int]]:

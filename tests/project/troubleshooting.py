@@ -21,23 +21,13 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.project.sentences import skeleton
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "troubleshooting.md"
 ENTRY = re.compile(r"^`([a-z0-9]+(?:-[a-z0-9]+)+)`\n\n```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHOWN = 200
 """Characters of a message that the page shows, at most; the rest is in the message itself."""
-
-
-def message_of(node: ast.expr) -> str:
-    """The text of an error's first argument, with … for each value."""
-    match node:
-        case ast.Constant(value=str(text)):
-            return text
-        case ast.JoinedStr(values=parts):
-            return "".join(map(message_of, parts))
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            return message_of(left) + message_of(right)
-    return "…"
 
 
 def coded(source: str) -> Iterator[tuple[str, str]]:
@@ -46,7 +36,7 @@ def coded(source: str) -> Iterator[tuple[str, str]]:
         if isinstance(node, ast.Call) and node.args:
             for keyword in node.keywords:
                 if keyword.arg == "code" and isinstance(keyword.value, ast.Constant):
-                    message = " ".join(message_of(node.args[0]).split())
+                    message = " ".join(skeleton(node.args[0], "…", choices=False).split())
                     if message.strip("…"):  # others are made elsewhere
                         yield str(keyword.value.value), message
 
