@@ -14,6 +14,7 @@ options            which values the options of groups may have
 resolve            an optimizer in any form that initialize takes, checked
 foreign            optimizers of other libraries, by name
 averages           moving averages of the weights
+agreed_facts       facts of a step that must be the same on every rank, and the message if they are not
 update             the step of one bucket, and which of its elements are stepped together
 torch_hooks        torch's hooks of an optimizer, and the contents of optimizer.state
 in_backward        steps during backward

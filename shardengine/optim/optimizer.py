@@ -39,7 +39,7 @@ from shardengine.ddp import GradientBucket, Payload, Phase, Reducer
 from shardengine.errors import InternalError, MismatchError, UsageError
 from shardengine.kernels import Spans, StateForm, misfit, narrow_state, widened_state
 from shardengine.offload import HOST
-from shardengine.optim import matrices, sums, torch_hooks
+from shardengine.optim import agreed_facts, matrices, sums, torch_hooks
 from shardengine.optim.arithmetic import Action, Arithmetic
 from shardengine.optim.averages import AVERAGE, Advance, BeginAverage, Swap
 from shardengine.optim.in_backward import StepsInBackward
@@ -277,40 +277,31 @@ class ShardedOptimizer(torch.optim.Optimizer):
         rank = collectives.mesh.rank
         facts = collectives.exchange_objects(self._facts_of_step(), "the optimizer's options")
         self._step_state.writes.settle(rank, collectives.exchange_objects)
-        different = [name for name in facts[0] if any(each[name] != facts[0][name] for each in facts)]
-        if not different:
+        if not (different := agreed_facts.difference(facts)):
             return
         self._reducer.views.take_digest()
-        name = different[0]
-        other = next(number for number, each in enumerate(facts) if each[name] != facts[0][name])
-        lines = itertools.zip_longest(facts[0][name], facts[other][name], fillvalue="nothing")
-        ours, theirs = next(pair for pair in lines if pair[0] != pair[1])
         way = "reset()" if self._step_state.must_be_stepped else "zero_grad()"
         raise MismatchError(
-            f"ranks disagree about this step: {' and '.join(different)} differ. Rank 0 has {ours}, rank {other} has "
-            f"{theirs} (this is rank {rank}). Make them equal on all ranks, and call engine.{way}. A scheduler that is "
-            "stepped with a metric (ReduceLROnPlateau) needs the metric's mean over the ranks" + self._told_of_gone(),
+            f"ranks disagree about this step: {different} (this is rank {rank}). Make them equal on all ranks, and "
+            f"call engine.{way}{agreed_facts.advice(facts)}{self._told_of_gone()}",
             code="step-differs-between-ranks",
         )
 
-    def _facts_of_step(self) -> dict[str, list[str]]:
-        """Return the facts of this step that must be the same on every rank, by what a user calls them."""
+    def _facts_of_step(self) -> agreed_facts.Facts:
+        """Return this rank's facts of the step."""
         divisors = () if self._step_state.join.is_open else self.divisors  # a rank without data has divided nothing
         with torch._C.DisableTorchFunctionSubclass():  # poison is asked as fast as any other tensor
             pairs = zip(self._layout.parameters, self._reducer.views.parameters, strict=True)
             frozen = [spec.name for spec, parameter in pairs if not parameter.requires_grad]
-        return {
-            "optimizer options": [
-                f"{key} {describe(value)} in group {number}"
-                for number, group in enumerate(self.param_groups)
-                for key, value in group.items()
-                if key != "params"
-            ],
-            "loss scales": [str(self.scaling)],
-            "changes to parameter.grad (also by clip_grad_norm_)": [f"the digest {self._reducer.views.digest:08x}"],
-            "frozen parameters": [f"{name!r} frozen" for name in frozen],
-            "divisors of losses": [str(sorted(divisors))],
+        options = {
+            f"{key} of optimizer group {number}": describe(value)
+            for number, group in enumerate(self.param_groups)
+            for key, value in group.items()
+            if key != "params"
         }
+        changes = self._reducer.views.digest
+        scale = str(self.scaling or "1")
+        return agreed_facts.facts_of(options, frozen, changes=changes, divisors=sorted(divisors), scale=scale)
 
     def _norm_of(self, sums: Tensor) -> tuple[Tensor, Tensor]:
         """Return the norm of the complete gradient and each parameter's squares, from the ``sums`` of some ranks."""

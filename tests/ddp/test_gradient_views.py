@@ -419,7 +419,7 @@ def changed_on_one_rank(stage: str) -> list[str]:
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_change_that_differs_between_ranks_is_told_by_the_next_backward(pools: Pools, stage: str) -> None:
     for (said,) in pools(2).run(changed_on_one_rank, stage):
-        assert "changes to parameter.grad (also by clip_grad_norm_) differ" in said
+        assert "parameter.grad was changed on rank" in said
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -87,6 +87,7 @@ SLIVERS: Mapping[str, str] = {
     "engine/notices.py": "what is only said, which could be left out",
     "core/overflow.py": "sentences about gradients that are not finite; the engine's file has enough of its own",
     "offload/nvme/free_list.py": "an allocator of numbers, which is tested without a file",
+    "optim/agreed_facts.py": "the wording of a disagreement between ranks, which is tested without ranks",
     "optim/foreign.py": "facts of other libraries, which change with their releases",
     "runtime/prefetch_order.py": "an order of numbers, which is tested and counted without units",
 }
