@@ -149,7 +149,7 @@ def test_no_room_for_the_last_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for tag in ("next", "step-00000001"):
-            with raises("save-not-written", "No space left on device"):
+            with raises("save-earlier-failed" if behind else "save-not-written", "No space left on device"):
                 engine.save_checkpoint(tmp_path, tag)
                 engine.wait_for_checkpoint()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001"]
