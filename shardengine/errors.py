@@ -51,7 +51,7 @@ class ConfigError(ShardEngineError, ValueError):
         self.source = source
         count = len(self.problems)
         head = f"{source}: {count} problem{'s' if count != 1 else ''}"
-        super().__init__("\n".join([head, *(f"  - {problem}" for problem in self.problems)]))
+        super().__init__("\n".join([head, *(f"  - {problem}" for problem in self.problems)]), code="config-invalid")
 
 
 class UsageError(ShardEngineError, RuntimeError):
