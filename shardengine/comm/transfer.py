@@ -240,9 +240,16 @@ class AllGather(Transfer):
         self._fabric, self._along, self._purpose = fabric, along, purpose
         self._coded: dict[int, AllGather] = {}
         self._part, self._parts = fabric.mesh.place_on(Axis.INSIDE)
-        sizes = [like.nbytes // self._parts if len(along) > 1 and not number else like.nbytes for number in range(2)]
+        self._slice, self._slices = 0, 1
+        for axis in (Axis.INSIDE, Axis.ACROSS):  # slices lie in this order
+            if axis in along:
+                rank, ranks = fabric.mesh.place_on(axis)
+                self._slice, self._slices = self._slice * ranks + rank, self._slices * ranks
+        sizes = [like.nbytes] * len(along)
+        if len(along) > 1:  # the first of two steps gathers one part
+            sizes[0] //= self._parts
         self._steps = [
-            _GatherStep(fabric, what, axis, purpose, like.dtype, size) for axis, size in zip(along, sizes, strict=False)
+            _GatherStep(fabric, what, axis, purpose, like.dtype, size) for axis, size in zip(along, sizes, strict=True)
         ]
 
     def start(
@@ -275,11 +282,7 @@ class AllGather(Transfer):
 
     def _start_messages(self, full: Tensor, coding: Coding) -> Work:
         """Gather the messages that ``coding`` makes of each slice, this rank's own included."""
-        pool, number, count = self._fabric.pool, 0, 1
-        for axis in (Axis.INSIDE, Axis.ACROSS):  # slices lie in this order
-            if axis in self._along:
-                rank, ranks = self._fabric.mesh.place_on(axis)
-                number, count = number * ranks + rank, count * ranks
+        pool, number, count = self._fabric.pool, self._slice, self._slices
         parts = full.chunk(count)
         messages = pool.acquire(count * coding.bytes_of(parts[0].numel()), torch.uint8)
         coding.encode(parts[number], 1, messages.chunk(count)[number])
@@ -318,14 +321,14 @@ class Slices:
         if coding is None:
             self._sent = full
             taken = into if direct else None
-            self._received = self._take(full.numel() if direct else length, full.dtype) if taken is None else taken
+            self._received = self._acquire(full.numel() if direct else length, full.dtype) if taken is None else taken
         else:
             size = ranks * coding.bytes_of(length)
-            self._sent, self._received = self._take(size, torch.uint8), self._take(size, torch.uint8)
+            self._sent, self._received = self._acquire(size, torch.uint8), self._acquire(size, torch.uint8)
         self.bytes_sent = self._sent.nbytes * (ranks - 1) // ranks
         """By each rank."""
 
-    def _take(self, length: int, dtype: torch.dtype) -> Tensor:
+    def _acquire(self, length: int, dtype: torch.dtype) -> Tensor:
         self._taken.append(self._pool.acquire(length, dtype))
         return self._taken[-1]
 
@@ -338,15 +341,15 @@ class Slices:
         return [mesh.wire.reduce_scatter(self._received, self._full, group)]
 
     def terms(self) -> Sequence[Tensor]:
-        """The terms to be added up, in rank order. Lent until ``give``."""
+        """Return the terms to be added up, in rank order. They are lent until ``release``."""
         if self._coding is None:
             return self._received.chunk(self._ranks) if self._direct else [self._received]
-        terms = self._take(self._full.numel(), torch.float32).chunk(self._ranks)
+        terms = self._acquire(self._full.numel(), torch.float32).chunk(self._ranks)
         for message, term in zip(self._received.chunk(self._ranks), terms, strict=True):
             self._coding.decode(message, term)
         return terms
 
-    def give(self) -> None:
+    def release(self) -> None:
         """Release the memory to the pool, but not that of ``full``."""
         for buffer in self._taken:
             self._pool.release(buffer)
@@ -394,7 +397,7 @@ class ReduceScatter(Transfer):
 
         def sum_terms() -> None:
             on_complete(slices.terms())
-            slices.give()
+            slices.release()
 
         begin = functools.partial(slices.begin, fabric.mesh, line.group)
         return fabric.ledger.start(self._collective(line.name, slices.bytes_sent), begin, sum_terms)
@@ -444,7 +447,7 @@ class ReduceScatter(Transfer):
         def sum_terms() -> None:
             on_complete(far.terms())
             for slices in (near, far) if near is not None else (far,):
-                slices.give()
+                slices.release()
             for buffer in (summed, options.earlier, packed if packed is not full else None):
                 if buffer is not None:
                     pool.release(buffer)

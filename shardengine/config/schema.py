@@ -367,7 +367,7 @@ class SinkConfig:
 
     enabled: bool = switch(False, "Rank 0 writes the numbers of every optimizer step.")
     output_path: str | None = key(
-        None, PLACE, "Where the job's directory is made; null: in the working directory, with `train` in the run's."
+        None, PLACE, "Parent of the job's directory. null: the working directory, or the run's directory with `train`."
     )
     job_name: str = key("shardengine", TEXT, "Name of the job's directory in output_path.")
 

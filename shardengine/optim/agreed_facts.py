@@ -18,7 +18,7 @@ parameter.grad, 0 for none · divisors: of losses · scale: of the loss, as text
 def facts_of(
     options: Mapping[str, str], frozen: Sequence[str], *, changes: int, divisors: Sequence[float], scale: str
 ) -> Facts:
-    """Return this rank's facts."""
+    """Return one rank's facts as JSON data."""
     return {
         "options": dict(options),
         "frozen": list(frozen),
@@ -34,7 +34,7 @@ def difference(facts: Sequence[Facts]) -> str:
 
 
 def advice(facts: Sequence[Facts]) -> str:
-    """Return what else may help."""
+    """Return a remark about schedulers, if a learning rate differs; else ""."""
     return _METRIC if any(name.startswith("lr ") for name, _ in _options(facts)) else ""
 
 
